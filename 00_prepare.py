@@ -1,0 +1,114 @@
+"""Stage 00: the base model, the corpus and its audit, and the settings that all stages share.
+
+In:   nothing but a profile (and, once, a download)
+Out:  models/<base>/              the base model, shared by all runs
+      <run>/config.json           profile, shared settings, hashes of model and tokenizer
+      <run>/data/                 train, validation and held-out rows; manifest.json with the audit
+
+    python 00_prepare.py                      # SmolLM2-135M, runs/smollm2
+    python 00_prepare.py --profile tiny
+    python 00_prepare.py --profile qwen --model-dir /path/to/Qwen2.5-0.5B-Instruct
+
+An existing corpus is never overwritten: a second call checks it and changes nothing.
+"""
+
+from pathlib import Path
+
+from kernel import corpus, run
+from kernel.acquire import acquire
+from kernel.chat import Chat
+from kernel.data import check_corpus, read_json, sha256_file, write_json, write_jsonl
+from kernel.model import check_model_folder, model_sha256
+from kernel.profiles import PROFILES
+
+# ---- flags --------------------------------------------------------------------------------------
+
+parser = run.parser(__doc__)
+parser.add_argument("--model-dir", type=Path, help="a local causal LM folder instead of the profile's")
+shared = parser.add_argument_group("settings fixed here for all stages (default: the profile's)")
+shared.add_argument("--base-dtype", choices=("bfloat16", "float32"))
+shared.add_argument("--attention", choices=("eager", "sdpa"))
+shared.add_argument("--device", choices=("auto", "cpu", "cuda"))
+shared.add_argument("--threads", type=int, help="per process; part of what makes a run exact")
+shared.add_argument("--lora-r", type=int)
+shared.add_argument("--lora-alpha", type=float)
+
+# ---- run folder and settings ----------------------------------------------------------------------
+
+run.one_line_errors("00_prepare")
+args = parser.parse_args()
+profile, folder = run.run_folder(args)
+common = run.override(PROFILES[profile]["common"], args)
+base = PROFILES[profile]["base"]
+common["device"] = run.resolve_device(common["device"])
+run.check_writable(folder)
+data = folder / "data"
+
+# ---- corpus and audit -----------------------------------------------------------------------------
+
+rows = corpus.build_corpus()
+audit = corpus.audit(rows)  # stops at the first row that breaks a rule, naming file and row
+if (data / "manifest.json").is_file():
+    check_corpus(data)
+    print(f"corpus: {data} is there and unchanged")
+else:
+    if data.exists() and any(data.rglob("*.jsonl")):
+        raise ValueError(f"{data} holds files but no manifest; move it away, nothing is overwritten")
+    for name, content in rows.items():
+        write_jsonl(data / name, content)
+    manifest = {
+        "corpus": "OfficeHelpPrefs-v1",
+        "fields": corpus.FIELDS,
+        "rows": {name: len(content) for name, content in rows.items()},
+        "audit": audit,
+        "sha256": {name: sha256_file(data / name) for name in rows},
+    }
+    write_json(data / "manifest.json", manifest)  # last: without it the corpus does not count
+
+# ---- base model -----------------------------------------------------------------------------------
+
+if args.model_dir:
+    model_dir = args.model_dir.resolve()
+    check_model_folder(model_dir)
+    common["model_dir"] = str(model_dir)
+else:
+    model_dir = acquire(base, run.REPOSITORY / "models", rows)
+    common["model_dir"] = model_dir.relative_to(run.REPOSITORY).as_posix()
+chat = Chat({**common, "model_dir": str(model_dir)})
+
+# ---- every row fits its limits, told now and not in the middle of training ------------------------
+
+longest = {"prompt": 0, "response": 0}
+for name, content in rows.items():
+    for number, row in enumerate(content, start=1):
+        where = f"data/{name} row {number}"
+        if "prompt" in row:
+            prompt = len(chat.prompt_ids(row["prompt"], where))
+            longest["prompt"] = max(longest["prompt"], prompt)
+        for key in ("response", "chosen", "rejected", "candidate"):
+            if key in row:
+                response = len(chat.response_ids(row[key], f"{where} {key}"))
+                longest["response"] = max(longest["response"], response)
+                if prompt + response > common["context_limit"]:
+                    raise ValueError(f"{where}: {prompt + response} tokens, over the context limit")
+
+# ---- config ---------------------------------------------------------------------------------------
+
+config = {"profile": profile, "base": base, "common": common, "model": model_sha256(model_dir)}
+if (folder / "config.json").is_file():
+    changed = run.state.identity_differences(read_json(folder / "config.json"), config)
+    if changed:
+        raise ValueError(
+            f"{folder} holds another config ({'; '.join(changed[:4])}); use another --run-dir"
+        )
+else:
+    write_json(folder / "config.json", config)
+
+# ---- summary --------------------------------------------------------------------------------------
+
+print(f"  wrote {folder / 'config.json'}")
+print(f"  wrote {data} ({', '.join(f'{len(c)} {n}' for n, c in rows.items())})")
+print(
+    f"00_prepare: audit passed, {audit['distinct_pair_demonstration_rollout_prompts']} distinct prompts; "
+    f"longest prompt {longest['prompt']} tokens, longest answer {longest['response']}"
+)

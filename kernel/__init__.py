@@ -1,0 +1,1 @@
+"""Shared code of the stages: what two of them use, or what needs a proof of its own."""

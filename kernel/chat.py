@@ -1,0 +1,89 @@
+"""The one prompt function. Every stage turns text into ids here, so all of them see the same prompt."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+# Said explicitly: without a system turn several templates insert one of their own.
+SYSTEM = "You are a helpful office assistant."
+
+
+class Chat:
+    """A tokenizer with its rules for pad, EOS and limits."""
+
+    def __init__(self, config: dict):
+        folder = Path(config["model_dir"])
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.eos_id, self.pad_id = config["eos_id"], config["pad_id"]
+        self.vocabulary = len(self.tokenizer)
+        self.prompt_limit = config["prompt_limit"]
+        self.response_limit = config["response_limit"]
+        self.context_limit = config["context_limit"]
+
+    def prompt_ids(self, prompt: str, where: str = "prompt") -> list[int]:
+        """System turn, user turn, and the header that opens the answer. ValueError if over the limit."""
+        self._check_text(prompt, where)
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        # The template writes its own control tokens; adding special tokens would double them.
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) > self.prompt_limit:
+            raise ValueError(f"{where}: {len(ids)} prompt tokens, limit {self.prompt_limit}")
+        return ids
+
+    def response_ids(self, response: str, where: str = "response") -> list[int]:
+        """The answer's ids and one EOS. Tokenised apart from the prompt and joined as ids, because
+        joined text can merge tokens across the boundary. ValueError if over the limit or empty."""
+        self._check_text(response, where)
+        ids = self.tokenizer(response, add_special_tokens=False).input_ids + [self.eos_id]
+        if len(ids) == 1:
+            raise ValueError(f"{where}: the answer is empty")
+        if len(ids) > self.response_limit:
+            raise ValueError(
+                f"{where}: {len(ids)} answer tokens with EOS, limit {self.response_limit}"
+            )
+        return ids
+
+    def encode_answers(self, rows: list[dict], answer: str, name: str) -> list[tuple]:
+        """(prompt ids, response ids) per row; `name` is the file that a fault is reported in."""
+        return [
+            (self.prompt_ids(row["prompt"], where), self.response_ids(row[answer], where))
+            for row, where in with_places(rows, name)
+        ]
+
+    def encode_pairs(self, rows: list[dict], name: str) -> list[tuple]:
+        """(prompt ids, chosen ids, rejected ids) per row. ValueError if the two answers are equal."""
+        pairs = []
+        for row, where in with_places(rows, name):
+            chosen = self.response_ids(row["chosen"], where)
+            rejected = self.response_ids(row["rejected"], where)
+            if chosen == rejected:
+                raise ValueError(f"{where}: chosen and rejected are the same tokens")
+            pairs.append((self.prompt_ids(row["prompt"], where), chosen, rejected))
+        return pairs
+
+    def decode(self, ids: list[int]) -> str | None:
+        """Text of a response without its EOS; None if an id has no token (padded vocabularies)."""
+        if ids and ids[-1] == self.eos_id:
+            ids = ids[:-1]
+        if any(i >= self.vocabulary for i in ids):
+            return None
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def token_texts(self, ids: list[int]) -> list[str]:
+        return [self.decode([i]) if i != self.eos_id else "<eos>" for i in ids]
+
+    def _check_text(self, text: str, where: str) -> None:
+        for token in self.tokenizer.all_special_tokens:
+            if token in text:
+                raise ValueError(f"{where}: the text contains the control token {token}")
+
+
+def with_places(rows: list[dict], name: str):
+    """(row, "file row n") for error messages."""
+    return ((row, f"{name} row {number}") for number, row in enumerate(rows, start=1))

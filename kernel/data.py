@@ -1,0 +1,138 @@
+"""Reading and writing JSON lines, the corpus folder, and the order in which rows are drawn.
+
+A corpus is a folder of JSONL files; 00_prepare.py writes it and every other stage reads it:
+
+    train/demonstrations.jsonl   prompt, response               SFT
+    train/pairs.jsonl            prompt, chosen, rejected       reward model
+    train/prompts.jsonl          prompt                         PPO rollouts
+    validation/pairs.jsonl       prompt, chosen, rejected       losses to look at; they select nothing
+    heldout/prompts.jsonl        prompt, population, context    generation (no labels)
+    heldout/labels.jsonl         what the rubric needs, by id   evaluation only
+    heldout/pairs.jsonl          prompt, chosen, rejected       evaluation only
+    heldout/probes.jsonl         prompt, candidate, factors     probes only
+    manifest.json                fields, counts, sha256 of each file, the audit's result
+"""
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def dumps(value) -> str:
+    """Strict JSON on one line: a NaN is an error here, not a bare word that no other reader takes."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Rows of a UTF-8 JSONL file. Raises ValueError naming file and row."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} row {number}: not a JSON object in UTF-8 ({error})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path} row {number}: not a JSON object")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path}: no rows")
+    return rows
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Temporary file beside the target, fsync, rename, fsync of the folder: the whole or nothing."""
+    data = data.encode("utf-8") if isinstance(data, str) else data
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_json(path: Path):
+    """A JSON file in UTF-8. Raises ValueError naming the file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable as JSON ({error})") from None
+
+
+def write_json(path: Path, value) -> None:
+    write_atomic(path, json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    write_atomic(path, "".join(dumps(row) + "\n" for row in rows))
+
+
+def check_corpus(folder: Path) -> dict:
+    """The manifest, after every file named in it was found unchanged. Raises ValueError otherwise."""
+    manifest = read_json(folder / "manifest.json")
+    for name, want in manifest["sha256"].items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path}: the corpus manifest names this file, but it is missing")
+        if sha256_file(path) != want:
+            raise ValueError(f"{path}: changed since 00_prepare.py audited it; prepare a new run folder")
+    return manifest
+
+
+class Draws:
+    """Row numbers in a seeded random order, reshuffled when used up: permutation, cursor, generator."""
+
+    def __init__(self, rows: int, seed: int):
+        self.rows = rows
+        self.generator = torch.Generator().manual_seed(seed)
+        self.permutation = torch.randperm(rows, generator=self.generator)
+        self.cursor = 0
+
+    def take(self, count: int) -> list[int]:
+        taken = []
+        while len(taken) < count:
+            if self.cursor == self.rows:
+                self.permutation = torch.randperm(self.rows, generator=self.generator)
+                self.cursor = 0
+            taken.append(int(self.permutation[self.cursor]))
+            self.cursor += 1
+        return taken
+
+    def state(self) -> dict:
+        return {
+            "permutation": self.permutation.clone(),
+            "cursor": self.cursor,
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state(self, state: dict) -> None:
+        self.permutation, self.cursor = state["permutation"].clone(), state["cursor"]
+        self.generator.set_state(state["generator"])
+
+
+def updates_for(epochs: float, rows: int, batch: int) -> int:
+    """Updates in `epochs` passes; draws run on over the end of a pass, so every window is full."""
+    return math.ceil(epochs * rows / batch)

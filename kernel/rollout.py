@@ -1,0 +1,83 @@
+"""Sampling one response per prompt: KV-cached and batched, or prefix by prefix without a cache."""
+
+from typing import NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from kernel.model import Role
+from kernel.score import Batch
+
+
+class Rollout(NamedTuple):
+    batch: Batch
+    old_logprobs: torch.Tensor  # (B, T) FP32: the behaviour policy's own record, never re-scored
+    finished: torch.Tensor  # (B,) bool: ended with EOS; False = cut off at the limit
+    first_logits: torch.Tensor  # (B, V) FP32: the distribution of response token 0
+
+
+@torch.no_grad()
+def sample(
+    role: Role,
+    prompt_ids: torch.Tensor,  # (B, P) left-padded
+    prompt_mask: torch.Tensor,  # (B, P) bool
+    limit: int,
+    eos_id: int,
+    pad_id: int,
+    generator: torch.Generator | None = None,  # a CPU generator; None = greedy
+    cached: bool = True,
+) -> Rollout:
+    """Temperature 1 over the full vocabulary (or argmax), until EOS or `limit` tokens.
+
+    The token is drawn by inverting the cumulative distribution at one uniform number per row and step,
+    taken on the CPU: the same draws on every device, and the same number of draws whether or not a
+    row has ended. `cached=False` reads the whole prefix again for each token: slow, for reading and tests.
+    """
+    B = len(prompt_ids)
+    cache = DynamicCache(config=role.lm.config) if cached else None
+    ids, mask = prompt_ids, prompt_mask  # (B, P + t), grows by one column per token
+    alive = torch.ones(B, dtype=torch.bool, device=ids.device)
+    tokens, actives, logprobs = [], [], []
+    for t in range(limit):
+        logits = next_logits(role, ids, mask, cache)  # (B, V) FP32
+        if t == 0:
+            first_logits = logits
+        if generator is None:
+            token = logits.argmax(-1)
+        else:
+            cdf = logits.softmax(-1).double().cumsum(-1)  # FP32 sums would lose the rare tokens
+            u = torch.rand(B, 1, generator=generator, dtype=torch.float64).to(ids.device)
+            token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)[:, 0]
+            token = token.clamp(max=logits.shape[1] - 1)
+        logprob = logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
+        tokens.append(torch.where(alive, token, pad_id))
+        logprobs.append(torch.where(alive, logprob, 0.0))
+        actives.append(alive)
+        ids = torch.cat([ids, tokens[-1][:, None]], 1)
+        mask = torch.cat([mask, alive[:, None]], 1)
+        alive = alive & (token != eos_id)  # EOS itself is an active response token
+        if not alive.any():
+            break
+    batch = Batch(prompt_ids, prompt_mask, torch.stack(tokens, 1), torch.stack(actives, 1))
+    return Rollout(batch, torch.stack(logprobs, 1), ~alive, first_logits)
+
+
+def next_logits(role: Role, ids, mask, cache: DynamicCache | None) -> torch.Tensor:
+    """Logits of the token after each row, (B, V) FP32; with a cache only the new columns are read."""
+    seen = cache.get_seq_length() if cache is not None else 0
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    hidden = role.lm.model(
+        input_ids=ids[:, seen:],
+        attention_mask=mask.long(),
+        position_ids=positions[:, seen:],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    ).last_hidden_state
+    return role.lm.lm_head(hidden[:, -1]).float()
+
+
+def as_lists(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and responses as plain id lists, padding removed by the masks."""
+    prompts = [row[m].tolist() for row, m in zip(batch.prompt_ids, batch.prompt_mask)]
+    responses = [row[m].tolist() for row, m in zip(batch.response_ids, batch.response_mask)]
+    return prompts, responses

@@ -1,0 +1,165 @@
+"""Complete resume states: written durably, checked on reading, compared bit for bit.
+
+A state is one file, torch.save through gzip level 1, loaded weights-only, and a JSON manifest with its
+sha256 that is written last: a state without a matching manifest does not count.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import random
+from pathlib import Path
+
+import numpy
+import torch
+
+from kernel.data import sha256_file, write_atomic, write_json
+
+KEEP = 2  # the newest complete states; older ones go only after a new one is durable
+
+
+def rng_state() -> dict:
+    """Python's, NumPy's and torch's global random states as plain numbers and tensors."""
+    version, internal, gauss = random.getstate()
+    np_state = numpy.random.get_state(legacy=False)["state"]
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": {"key": np_state["key"].tolist(), "pos": int(np_state["pos"])},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def load_rng_state(state: dict) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    key = numpy.array(state["numpy"]["key"], dtype=numpy.uint32)
+    numpy.random.set_state(("MT19937", key, state["numpy"]["pos"], 0, 0.0))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def state_path(folder: Path, updates: int) -> Path:
+    return folder / f"state_{updates:06d}.pt.gz"
+
+
+def save_state(folder: Path, updates: int, state: dict, identity: dict) -> Path:
+    """Write a state and then its manifest; afterwards drop all but the newest KEEP states."""
+    path = state_path(folder, updates)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    packed = gzip.compress(buffer.getvalue(), compresslevel=1, mtime=0)
+    write_atomic(path, packed)
+    manifest = {
+        "updates": updates,
+        "bytes": len(packed),
+        "sha256": hashlib.sha256(packed).hexdigest(),
+        "content_sha256": content_hash(state),
+        "identity": identity,
+    }
+    write_json(manifest_path(path), manifest)
+    for old in sorted(folder.glob("state_*.pt.gz"))[:-KEEP]:
+        manifest_path(old).unlink(missing_ok=True)  # first: a state without manifest does not count
+        old.unlink()
+    return path
+
+
+def manifest_path(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(".pt.gz") + ".json")
+
+
+def newest_state(folder: Path) -> tuple[Path | None, list[str]]:
+    """The complete state with the highest number, and a note for each damaged one passed over."""
+    notes = []
+    for path in sorted(folder.glob("state_*.pt.gz"), reverse=True):  # six digits: text order is right
+        fault = state_fault(path)
+        if fault is None:
+            return path, notes
+        notes.append(f"passed over {path.name}: {fault}")
+    return None, notes
+
+
+def state_fault(path: Path) -> str | None:
+    """Why a state cannot be trusted, or None."""
+    try:
+        manifest = json.loads(manifest_path(path).read_text(encoding="utf-8"))
+        if path.is_symlink() or path.stat().st_size != manifest["bytes"]:
+            return f"{path.stat().st_size} bytes, its manifest says {manifest['bytes']}"
+        if sha256_file(path) != manifest["sha256"]:
+            return "its sha256 is not the manifest's (damaged)"
+    except FileNotFoundError:
+        return "it has no manifest (the save was cut short)"
+    except (ValueError, KeyError, TypeError):
+        return "its manifest is not readable"
+    return None
+
+
+def load_state(path: Path) -> tuple[dict, dict]:
+    """(state, identity) after the checksum held. Raises ValueError; never runs a pickle's code."""
+    fault = state_fault(path)
+    if fault is not None:
+        raise ValueError(f"{path}: {fault}")
+    try:
+        with gzip.open(path, "rb") as file:
+            state = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path}: refused ({str(error).splitlines()[0]})") from None
+    return state, json.loads(manifest_path(path).read_text(encoding="utf-8"))["identity"]
+
+
+def walk(value, name: str = ""):
+    """(name, leaf) for every leaf of nested dicts and lists, in a fixed order."""
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from walk(value[key], f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        yield f"{name}.len", len(value)
+        for index, item in enumerate(value):
+            yield from walk(item, f"{name}[{index}]")
+    else:
+        yield name, value
+
+
+def leaf_bytes(leaf) -> bytes:
+    """A leaf's type and exact bits: -0.0 differs from 0.0, and a NaN equals itself."""
+    if isinstance(leaf, torch.Tensor):
+        tensor = leaf.detach().cpu().contiguous()
+        bits = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+        return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + bits
+    return f"{type(leaf).__name__} {leaf!r}".encode()
+
+
+def content_hash(state: dict) -> str:
+    """sha256 over every leaf's name and bits; independent of file format and compression."""
+    digest = hashlib.sha256()
+    for name, leaf in walk(state):
+        digest.update(name.encode() + b"\0" + leaf_bytes(leaf) + b"\n")
+    return digest.hexdigest()
+
+
+def differences(a: dict, b: dict, limit: int = 5) -> list[str]:
+    """Names of leaves that are not bit for bit equal, or stand on one side only."""
+    left, right = dict(walk(a)), dict(walk(b))
+    found = []
+    for name in sorted(left.keys() | right.keys()):
+        if name not in left or name not in right:
+            found.append(f"{name} (on one side only)")
+        elif leaf_bytes(left[name]) != leaf_bytes(right[name]):
+            shown = "" if isinstance(left[name], torch.Tensor) else f": {left[name]} != {right[name]}"
+            found.append(name + shown)
+        if len(found) == limit:
+            break
+    return found
+
+
+def identity_differences(saved: dict, now: dict) -> list[str]:
+    """`key: old -> new` for every difference between two identities."""
+    left, right = dict(walk(saved)), dict(walk(now))
+    missing = "(absent)"
+    return [
+        f"{key}: {left.get(key, missing)} -> {right.get(key, missing)}"
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key, missing) != right.get(key, missing)
+    ]
