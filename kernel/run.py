@@ -279,13 +279,13 @@ class Stage:
             self._saved_at = time.perf_counter()
         return bool(due)
 
-    def records(self, name: str, done: int, key: str = "update") -> "Records":
+    def records(self, name: str, done: int) -> "Records":
         """An append-only JSONL file, cut back to what the restored state knows."""
         source = (self.source if done else self.checkpoints).parts[-1]
         kept = []
         if done:
             path = self.outputs.parent / source / name
-            kept = [row for row in read_jsonl(path) if row[key] <= done]
+            kept = [row for row in read_jsonl(path) if row.get("iteration", row.get("update")) <= done]
         return Records(self.outputs / name, kept)
 
     # -- while running ----------------------------------------------------------------------------------
@@ -305,6 +305,13 @@ class Stage:
 
     def rel(self, path: Path) -> str:
         return path.relative_to(self.dir).as_posix()
+
+    def print_phases(self, path: Path) -> None:
+        """Seconds per phase over the whole run, and their share of the loop."""
+        rows = read_jsonl(path)
+        totals = {name: sum(row.get(name, 0) for row in rows) for name in rows[-1] if name != "iteration"}
+        for name, seconds in totals.items():
+            print(f"  {name:<14} {seconds:8.1f} s  {seconds / totals['total']:6.1%}")
 
     def finish(self, figure: str, files: list[Path]) -> None:
         """Write record.json, and say what was written and the one figure to look at."""

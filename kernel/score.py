@@ -100,6 +100,23 @@ def response_scores(role: Role, batch: Batch) -> torch.Tensor:
     return role.head(hidden_states(role, batch)[rows, last].float())[:, 0]
 
 
+def learned_reward(reward: Role, pad_id: int, device):
+    """The trained reward model as a reward function: lists of (prompt ids, response ids) -> (B,) FP32.
+
+    Any function of that form can stand in its place; it is called without gradients.
+    """
+
+    @torch.no_grad()
+    def judge(prompts: list[list[int]], responses: list[list[int]]) -> torch.Tensor:
+        parts = []
+        for start in range(0, len(prompts), 16):
+            rows = slice(start, start + 16)
+            parts.append(response_scores(reward, make_batch(prompts[rows], responses[rows], pad_id, device)))
+        return torch.cat(parts)
+
+    return judge
+
+
 @torch.no_grad()
 def policy_against_reference(actor: Role, reference: Role, batch: Batch) -> dict[str, torch.Tensor]:
     """Whole-sequence scoring of both policies, and the exact categorical quantities, all (B, T) FP32.

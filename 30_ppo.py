@@ -1,0 +1,290 @@
+"""Stage 30: PPO. The SFT policy is optimised against the frozen reward model, held near itself by a KL.
+
+In:   data/train/prompts.jsonl               672 prompts, no answers, no rubric targets
+      data/train/demonstrations.jsonl        only if center_scores: the judge's zero point
+      checkpoints/10_sft/continuous/adapter.safetensors       start of actor, reference and critic
+      checkpoints/20_reward/continuous/adapter.safetensors    the judge, frozen
+Out:  checkpoints/30_ppo/<variant>/   resume states, adapter.safetensors (actor), critic.safetensors
+      outputs/30_ppo/<variant>/       metrics.jsonl, timings.jsonl, rollouts.jsonl (every token),
+                                      first_logits.safetensors (first prefix of the first two rollouts)
+
+    r_t = -kl_coef * (log pi_old - log pi_ref)_t, plus the score on the last token    token rewards
+    A_t = sum_l (gamma * lambda)^l * delta_{t+l},  delta_t = r_t + gamma * V_{t+1} - V_t           GAE
+    policy_loss = -mean(min(ratio * A, clip(ratio, 1 - c, 1 + c) * A)),  ratio = pi_new / pi_old
+    value_loss  = 0.5 * mean((V - (A + V_old))^2)
+
+Unlike most trainers: advantages and rewards are not whitened, values are not clipped, there is no
+entropy bonus, actor and critic are two networks with two optimisers, and each response weighs the same.
+
+    python 30_ppo.py                       # or --variant interrupt, resume, check
+"""
+
+import torch
+from safetensors.torch import save
+
+from kernel import run
+from kernel.chat import Chat
+from kernel.data import Draws, read_jsonl, write_atomic
+from kernel.model import check_isolation, fingerprint, load_adapter, make_role, save_adapter
+from kernel.optim import Optimizer
+from kernel.ppo import explained_variance, gae, policy_loss, response_mean, token_rewards, value_loss
+from kernel.rollout import as_lists, sample
+from kernel.score import (
+    learned_reward,
+    pad_prompts,
+    policy_against_reference,
+    response_logprobs,
+    response_values,
+)
+
+PROMPTS = "data/train/prompts.jsonl"
+DEMONSTRATIONS = "data/train/demonstrations.jsonl"
+SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
+REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
+READS = [PROMPTS, DEMONSTRATIONS, SFT, REWARD]
+WRITES = ["checkpoints/30_ppo", "outputs/30_ppo"]
+
+# ---- flags --------------------------------------------------------------------------------------
+
+parser = run.parser(__doc__, variants=True)
+parser.add_argument("--iterations", type=int)
+parser.add_argument("--stop-at", type=int, help="iteration after which --variant interrupt stops")
+parser.add_argument("--rollouts", type=int, help="responses sampled per iteration")
+parser.add_argument("--ppo-epochs", type=int, help="updates of actor and critic per iteration")
+parser.add_argument("--actor-lr", type=float)
+parser.add_argument("--critic-lr", type=float)
+parser.add_argument("--kl-coef", type=float)
+parser.add_argument("--clip-range", type=float)
+parser.add_argument("--gamma", type=float)
+parser.add_argument("--gae-lambda", type=float)
+parser.add_argument("--cutoff-penalty", type=float)
+parser.add_argument("--no-cache", action="store_true", help="sample by reading the whole prefix anew")
+
+# ---- run folder and seeds -------------------------------------------------------------------------
+
+stage = run.Stage("30_ppo", "ppo", parser, READS, WRITES)
+config, device = stage.config, stage.device
+if stage.variant == "check":
+    stage.prove(("adapter.safetensors", "critic.safetensors", "metrics.jsonl", "rollouts.jsonl"))
+
+# ---- data -----------------------------------------------------------------------------------------
+
+chat = Chat(config)
+rows = read_jsonl(stage.dir / PROMPTS)
+prompts = [chat.prompt_ids(row["prompt"], f"{PROMPTS} row {n}") for n, row in enumerate(rows, start=1)]
+draws = Draws(len(prompts), config["sampler_seed"])
+generator = torch.Generator().manual_seed(config["generation_seed"])
+
+# ---- model: four roles, four objects --------------------------------------------------------------
+
+base_sha256 = stage.model["base_sha256"]
+actor = make_role("actor", config, device, seed=config["adapter_seed"])
+reference = make_role("reference", config, device, seed=config["adapter_seed"])
+critic = make_role("critic", config, device, seed=config["adapter_seed"], head="zero")
+reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal")
+for role in (actor, reference, critic):  # the critic takes the SFT adapters and keeps its zero head
+    load_adapter(stage.dir / SFT, role, config, base_sha256)
+load_adapter(stage.dir / REWARD, reward, config, base_sha256)
+reference.freeze()
+reward.freeze()
+roles = [actor, reference, reward, critic]
+check_isolation(roles)
+frozen_before = {
+    **{role.name: fingerprint(role.base()) for role in roles},
+    "reference adapters": fingerprint(reference.learned()),
+    "reward adapters": fingerprint(reward.learned()),
+}
+updates = config["iterations"] * config["ppo_epochs"]
+actor_optimizer = Optimizer(actor.learned(), updates, config["actor_lr"], config)
+critic_optimizer = Optimizer(critic.learned(), updates, config["critic_lr"], config)
+
+judge = learned_reward(reward, chat.pad_id, device)  # (prompt ids, response ids) -> scores
+center = 0.0
+if config["center_scores"]:
+    # A zero critic meets scores far from zero: at first every answer would look good (or bad).
+    shown = chat.encode_answers(read_jsonl(stage.dir / DEMONSTRATIONS), "response", DEMONSTRATIONS)
+    center = judge(*zip(*shown)).mean().item()
+
+# ---- resume: only between iterations, so no rollout is ever pending or repeated --------------------
+
+stop = min(config["stop_at"], config["iterations"]) if stage.variant == "interrupt" else config["iterations"]
+saved, done = stage.restore()
+history, consumed, first_logits = [], [], {}
+if saved:
+    for role in roles:
+        role.load_learned(saved["roles"][role.name], "the resume state")
+    actor_optimizer.load_state(saved["actor_optimizer"])
+    critic_optimizer.load_state(saved["critic_optimizer"])
+    draws.load_state(saved["draws"])
+    generator.set_state(saved["generator"])
+    history, consumed, first_logits = saved["history"], saved["consumed"], saved["first_logits"]
+metrics = stage.records("metrics.jsonl", done)
+timings = stage.records("timings.jsonl", done)
+rollouts = stage.records("rollouts.jsonl", done)
+
+# ---- loop -----------------------------------------------------------------------------------------
+
+phases = run.Phases(device)
+bar = stage.bar(done, stop)
+for iteration in bar:
+    # 1. Draw prompts and sample one response each; the sampler's own log-probabilities stay.
+    drawn = draws.take(config["rollouts"])
+    prompt_ids, prompt_mask = pad_prompts([prompts[i] for i in drawn], chat.pad_id, device)  # (B, P)
+    with phases("generation"):
+        rollout = sample(
+            actor, prompt_ids, prompt_mask, chat.response_limit, chat.eos_id, chat.pad_id,
+            generator, cached=not stage.args.no_cache,
+        )  # fmt: skip
+    batch, old_logprobs = rollout.batch, rollout.old_logprobs  # (B, T)
+    mask = batch.response_mask  # (B, T)
+
+    # 2. The same tokens under the frozen reference; and the exact KL over the vocabulary, to look at.
+    with phases("reference"):
+        scored = policy_against_reference(actor, reference, batch)
+        ref_logprobs = scored["ref_logprobs"]  # (B, T)
+
+    # 3. One score per response, from the judge.
+    with phases("judge"):
+        prompt_lists, response_lists = as_lists(batch)
+        scores = judge(prompt_lists, response_lists)  # (B,)
+
+    # 4. The critic's value of the state before each token.
+    with phases("critic"), torch.no_grad():
+        old_values = response_values(critic, batch)  # (B, T)
+
+    # 5. Token rewards, advantages, returns. They do not change during the updates below.
+    rewards = token_rewards(
+        scores - center, old_logprobs, ref_logprobs, mask, rollout.finished,
+        config["kl_coef"], config["cutoff_penalty"],
+    )  # fmt: skip
+    advantages, returns = gae(rewards, old_values, mask, config["gamma"], config["gae_lambda"])
+
+    # 6. Update actor and critic, twice, on these rollouts.
+    epochs = []
+    for epoch in range(1, config["ppo_epochs"] + 1):
+        where = f"iteration {iteration} epoch {epoch} rows {drawn}"
+        with phases("optimisation"):
+            new_logprobs = response_logprobs(actor, batch)  # (B, T)
+            loss, stats = policy_loss(new_logprobs, old_logprobs, advantages, mask, config["clip_range"])
+            loss.backward()
+            policy = actor_optimizer.step(loss.detach(), f"actor, {where}")
+            new_values = response_values(critic, batch)  # (B, T)
+            loss = value_loss(new_values, returns, mask)
+            loss.backward()
+            value = critic_optimizer.step(loss.detach(), f"critic, {where}")
+        epochs.append({"policy": policy, "value": value, **stats})
+
+    # Records: one row of metrics, and per rollout everything a reader needs to redo the arithmetic.
+    row = {
+        "iteration": iteration,
+        "score": scores.mean().item(),
+        "kl": response_mean(scored["kl"], mask).item(),  # exact, policy against reference
+        "log_ratio": response_mean(old_logprobs - ref_logprobs, mask).item(),  # its sampled estimate
+        "kl_reward": (rewards.sum(1) - (scores - center)).mean().item(),
+        "entropy": response_mean(scored["entropy"], mask).item(),
+        "tokens": mask.sum(1).float().mean().item(),
+        "finished": rollout.finished.float().mean().item(),
+        # prefix by prefix against whole sequence, before the first update of this iteration
+        "scoring_gap": (scored["full_logprobs"] - old_logprobs).abs().max().item(),
+        "value": response_mean(old_values, mask).item(),
+        "return": response_mean(returns, mask).item(),
+        "advantage": response_mean(advantages, mask).item(),
+        "explained_variance": explained_variance(old_values, returns, mask).item(),
+    }
+    for number, epoch in enumerate(epochs, start=1):
+        row |= {
+            f"policy_loss_{number}": epoch["policy"]["loss"],
+            f"value_loss_{number}": epoch["value"]["loss"],
+            f"clip_fraction_{number}": epoch["clip_fraction"].item(),
+            f"approx_kl_{number}": epoch["approx_kl"].item(),
+            f"actor_grad_norm_{number}": epoch["policy"]["grad_norm"],
+            f"critic_grad_norm_{number}": epoch["value"]["grad_norm"],
+        }
+    row |= {"actor_lr": epochs[-1]["policy"]["lr"], "critic_lr": epochs[-1]["value"]["lr"]}
+    history.append(row)
+    metrics.write(row)
+    samples = []
+    for b, index in enumerate(drawn):
+        length = int(mask[b].sum())
+        record = {
+            "iteration": iteration,
+            "rollout": f"{iteration:04d}-{b}",
+            "prompt_id": rows[index]["id"],
+            "prompt_ids": prompt_lists[b],
+            "response_ids": response_lists[b],
+            "tokens": chat.token_texts(response_lists[b]),
+            "text": chat.decode(response_lists[b]),
+            "finish_reason": "eos" if rollout.finished[b] else "length",
+            "score": scores[b].item(),
+            "center": center,
+        }
+        tensors = {
+            "old_logprobs": old_logprobs,
+            "ref_logprobs": ref_logprobs,
+            "full_logprobs": scored["full_logprobs"],
+            "kl": scored["kl"],
+            "rewards": rewards,
+            "old_values": old_values,
+            "advantages": advantages,
+            "returns": returns,
+        }
+        record |= {name: tensor[b, :length].tolist() for name, tensor in tensors.items()}
+        record["ratios"] = [epoch["ratio"][b, :length].tolist() for epoch in epochs]
+        record["clip_bites"] = [epoch["clip_bites"][b, :length].tolist() for epoch in epochs]
+        rollouts.write(record)
+        samples.append(record)
+        consumed.append(record["rollout"])
+        if len(first_logits) < 2:  # so that a log-probability can be recomputed by hand
+            first_logits[record["rollout"]] = rollout.first_logits[b].cpu().clone()
+    timings.write({"iteration": iteration, **phases.row()})
+
+    bar.set_postfix_str(f"score {row['score']:+.2f} kl {row['kl']:.3f}", refresh=False)
+    if stage.args.log_every and iteration % stage.args.log_every == 0:
+        for record in samples[:3]:
+            penalty = sum(record["rewards"]) - (record["score"] - center)
+            bar.write(f"  {record['text']!r}")
+            bar.write(
+                f"    score {record['score']:+.2f}  kl {penalty:+.3f}  total {record['score'] + penalty:+.2f}"
+            )
+    if stage.save_due(iteration, stop):
+        stage.save(
+            iteration,
+            {
+                "roles": {role.name: role.learned_state() for role in roles},
+                "base": frozen_before,
+                "actor_optimizer": actor_optimizer.state(),
+                "critic_optimizer": critic_optimizer.state(),
+                "draws": draws.state(),
+                "generator": generator.get_state(),
+                "history": history,
+                "consumed": consumed,
+                "first_logits": first_logits,
+            },
+        )
+
+# ---- summary --------------------------------------------------------------------------------------
+
+frozen_after = {
+    **{role.name: fingerprint(role.base()) for role in roles},
+    "reference adapters": fingerprint(reference.learned()),
+    "reward adapters": fingerprint(reward.learned()),
+}
+if frozen_after != frozen_before:
+    raise ValueError(f"a frozen role changed during training: {frozen_before} -> {frozen_after}")
+check_isolation(roles)
+logits_path = stage.outputs / "first_logits.safetensors"
+write_atomic(logits_path, save(first_logits))
+files = [stage.newest(), metrics.path, rollouts.path, logits_path]
+if stage.variant != "interrupt":
+    for name, role in (("adapter", actor), ("critic", critic)):
+        save_adapter(stage.checkpoints / f"{name}.safetensors", role, config, base_sha256)
+        files.append(stage.checkpoints / f"{name}.safetensors")
+stage.print_phases(timings.path)
+tenth = max(len(history) // 10, 1)
+first, last = history[:tenth], history[-tenth:]
+mean = lambda part, key: sum(row[key] for row in part) / len(part)  # noqa: E731
+stage.finish(
+    f"learned score of the samples {mean(first, 'score'):+.2f} -> {mean(last, 'score'):+.2f} "
+    f"(first and last {tenth} iterations), exact KL {mean(last, 'kl'):.3f} per token",
+    files,
+)
