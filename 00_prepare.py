@@ -20,6 +20,7 @@ from kernel.chat import Chat
 from kernel.data import check_corpus, read_json, sha256_file, write_json, write_jsonl
 from kernel.model import check_model_folder, model_sha256
 from kernel.profiles import PROFILES
+from kernel.state import identity_differences
 
 # ---- flags --------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ for name, content in rows.items():
 
 config = {"profile": profile, "base": base, "common": common, "model": model_sha256(model_dir)}
 if (folder / "config.json").is_file():
-    changed = run.state.identity_differences(read_json(folder / "config.json"), config)
+    changed = identity_differences(read_json(folder / "config.json"), config)
     if changed:
         raise ValueError(
             f"{folder} holds another config ({'; '.join(changed[:4])}); use another --run-dir"

@@ -22,6 +22,7 @@ from kernel.model import check_isolation, fingerprint, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.preference import sft_loss
 from kernel.score import make_batch, response_logprobs
+from kernel.stage import Phases, Stage
 
 READS = ["data/train/demonstrations.jsonl", "data/validation/pairs.jsonl"]
 WRITES = ["checkpoints/10_sft", "outputs/10_sft"]
@@ -36,7 +37,7 @@ parser.add_argument("--learning-rate", type=float)
 
 # ---- run folder and seeds -------------------------------------------------------------------------
 
-stage = run.Stage("10_sft", "sft", parser, READS, WRITES)
+stage = Stage("10_sft", "sft", parser, READS, WRITES)
 config, device = stage.config, stage.device
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "metrics.jsonl"))
@@ -87,7 +88,7 @@ def mean_loss(rows: list[tuple[list[int], list[int]]]) -> float:
     return total_loss / tokens
 
 
-phases = run.Phases(device)
+phases = Phases(device)
 bar = stage.bar(done, stop)
 for update in bar:
     window = [train[i] for i in draws.take(config["batch"])]

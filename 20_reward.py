@@ -22,6 +22,7 @@ from kernel.model import check_isolation, fingerprint, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.preference import bradley_terry_loss, pair_accuracy
 from kernel.score import make_batch, response_scores
+from kernel.stage import Phases, Stage
 
 READS = ["data/train/pairs.jsonl", "data/validation/pairs.jsonl"]
 WRITES = ["checkpoints/20_reward", "outputs/20_reward"]
@@ -36,7 +37,7 @@ parser.add_argument("--learning-rate", type=float)
 
 # ---- run folder and seeds -------------------------------------------------------------------------
 
-stage = run.Stage("20_reward", "reward", parser, READS, WRITES)
+stage = Stage("20_reward", "reward", parser, READS, WRITES)
 config, device = stage.config, stage.device
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "metrics.jsonl"))
@@ -92,7 +93,7 @@ def validate() -> dict:
     return {"validation_loss": loss.item(), "validation_accuracy": accuracy}
 
 
-phases = run.Phases(device)
+phases = Phases(device)
 bar = stage.bar(done, stop)
 for update in bar:
     window = [train[i] for i in draws.take(config["batch"])]

@@ -36,6 +36,7 @@ from kernel.score import (
     response_logprobs,
     response_values,
 )
+from kernel.stage import Phases, Stage
 
 PROMPTS = "data/train/prompts.jsonl"
 DEMONSTRATIONS = "data/train/demonstrations.jsonl"
@@ -62,7 +63,7 @@ parser.add_argument("--no-cache", action="store_true", help="sample by reading t
 
 # ---- run folder and seeds -------------------------------------------------------------------------
 
-stage = run.Stage("30_ppo", "ppo", parser, READS, WRITES)
+stage = Stage("30_ppo", "ppo", parser, READS, WRITES)
 config, device = stage.config, stage.device
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "critic.safetensors", "metrics.jsonl", "rollouts.jsonl"))
@@ -124,7 +125,7 @@ rollouts = stage.records("rollouts.jsonl", done)
 
 # ---- loop -----------------------------------------------------------------------------------------
 
-phases = run.Phases(device)
+phases = Phases(device)
 bar = stage.bar(done, stop)
 for iteration in bar:
     # 1. Draw prompts and sample one response each; the sampler's own log-probabilities stay.

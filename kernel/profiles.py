@@ -102,7 +102,7 @@ PROFILES = {
             "seed": 49,
         },
         common={"base_dtype": "float32", "eos_id": 2, "pad_id": 0},
-        sft={"epochs": 3, "learning_rate": 5e-3},
+        sft={"epochs": 5, "learning_rate": 1e-2},  # 3 epochs, or 5e-3: learns the form, not the action
         reward={"epochs": 1, "learning_rate": 5e-3},
         ppo={
             "iterations": 60,

@@ -70,7 +70,7 @@ def next_logits(role: Role, ids, mask, cache: DynamicCache | None) -> torch.Tens
         input_ids=ids[:, seen:],
         attention_mask=mask.long(),
         position_ids=positions[:, seen:],
-        past_key_values=cache,
+        cache=cache,
         use_cache=cache is not None,
     ).last_hidden_state
     return role.lm.lm_head(hidden[:, -1]).float()

@@ -1,0 +1,111 @@
+"""Stage 40: held-out generation. SFT and PPO answer the same 260 held-out rows, greedily.
+
+In:   data/heldout/prompts.jsonl         180 test prompts, 80 probe rows (20 contexts, 4 rows each)
+      checkpoints/10_sft/continuous/adapter.safetensors
+      checkpoints/30_ppo/continuous/adapter.safetensors
+Out:  outputs/40_generate/generations.jsonl    policy, id, ids, text, finish_reason, log-probabilities
+
+    token_t = argmax over the vocabulary of pi(token | prompt, token_<t)
+
+Labels, pairs, probe candidates and every learning output but the two adapters are out of reach of this
+stage. 520 generations are not 520 situations: each policy meets 200 distinct prompts.
+
+    python 40_generate.py
+"""
+
+from kernel import run
+from kernel.chat import Chat
+from kernel.data import read_jsonl, write_jsonl
+from kernel.model import load_adapter, make_role
+from kernel.rollout import as_lists, sample
+from kernel.score import pad_prompts, policy_against_reference
+from kernel.stage import Stage
+
+PROMPTS = "data/heldout/prompts.jsonl"
+POLICIES = {
+    "sft": "checkpoints/10_sft/continuous/adapter.safetensors",
+    "ppo": "checkpoints/30_ppo/continuous/adapter.safetensors",
+}
+READS = [PROMPTS, *POLICIES.values()]
+WRITES = ["outputs/40_generate"]
+
+# ---- flags --------------------------------------------------------------------------------------
+
+parser = run.parser(__doc__)
+parser.add_argument("--generate-batch", type=int, help="rows decoded together")
+parser.add_argument("--no-cache", action="store_true", help="read the whole prefix anew for each token")
+
+# ---- run folder and seeds -------------------------------------------------------------------------
+
+stage = Stage("40_generate", "generate", parser, READS, WRITES)
+config, device = stage.config, stage.device
+
+# ---- data -----------------------------------------------------------------------------------------
+
+chat = Chat(config)
+rows = read_jsonl(stage.dir / PROMPTS)
+prompts = [chat.prompt_ids(row["prompt"], f"{PROMPTS} row {n}") for n, row in enumerate(rows, start=1)]
+# Rows of equal length side by side need no padding; rows of one probe context stay in one batch.
+order = sorted(range(len(rows)), key=lambda i: (len(prompts[i]), rows[i]["context"], i))
+
+# ---- model ----------------------------------------------------------------------------------------
+
+actor = make_role("actor", config, device, seed=config["adapter_seed"]).freeze()
+reference = make_role("reference", config, device, seed=config["adapter_seed"]).freeze()
+load_adapter(stage.dir / POLICIES["sft"], reference, config, stage.model["base_sha256"])
+
+# ---- loop -----------------------------------------------------------------------------------------
+
+size = config["generate_batch"]
+starts = range(0, len(order), size)
+generations = []
+bar = stage.bar(0, len(POLICIES) * len(starts))  # counts batches
+for policy, adapter in POLICIES.items():
+    load_adapter(stage.dir / adapter, actor, config, stage.model["base_sha256"])
+    for start in starts:
+        picked = order[start : start + size]
+        prompt_ids, prompt_mask = pad_prompts([prompts[i] for i in picked], chat.pad_id, device)
+        rollout = sample(
+            actor, prompt_ids, prompt_mask, chat.response_limit, chat.eos_id, chat.pad_id,
+            generator=None, cached=not stage.args.no_cache,
+        )  # fmt: skip
+        prompt_lists, responses = as_lists(rollout.batch)
+        scored = policy_against_reference(actor, reference, rollout.batch)  # (B, T) each
+        for b, index in enumerate(picked):
+            length = len(responses[b])
+            generations.append(
+                {
+                    "policy": policy,
+                    "id": rows[index]["id"],
+                    "population": rows[index]["population"],
+                    "context": rows[index]["context"],
+                    "prompt": rows[index]["prompt"],
+                    "response_ids": responses[b],
+                    "text": chat.decode(responses[b]),
+                    "finish_reason": "eos" if rollout.finished[b] else "length",
+                    "logprobs": scored["full_logprobs"][b, :length].tolist(),
+                    "ref_logprobs": scored["ref_logprobs"][b, :length].tolist(),
+                    "kl": scored["kl"][b, :length].tolist(),  # exact, per visited prefix
+                }
+            )
+        bar.update()
+bar.close()
+
+# ---- summary --------------------------------------------------------------------------------------
+
+answers = {}
+for row in generations:
+    answers.setdefault((row["policy"], row["context"]), set()).add(tuple(row["response_ids"]))
+odd = [f"{policy} {context}" for (policy, context), found in answers.items() if len(found) > 1]
+if odd:
+    raise ValueError(f"greedy answers to one and the same prompt differ: {', '.join(odd[:4])}")
+position = {row["id"]: number for number, row in enumerate(rows)}
+generations.sort(key=lambda row: (row["policy"] != "sft", position[row["id"]]))
+path = stage.outputs / "generations.jsonl"
+write_jsonl(path, generations)
+changed = sum(answers["sft", context] != answers["ppo", context] for _, context in answers) // 2
+stage.finish(
+    f"{len(generations)} answers over {len(answers) // 2} distinct prompts; "
+    f"PPO answers {changed} of them differently from SFT",
+    [path],
+)

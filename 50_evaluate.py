@@ -1,0 +1,146 @@
+"""Stage 50: evaluation. The learned score and the independent rubric, side by side, for SFT and PPO.
+
+In:   outputs/40_generate/generations.jsonl    520 greedy answers
+      data/heldout/labels.jsonl                what the rubric needs, per id
+      data/heldout/pairs.jsonl                 180 test pairs, for the judge's own accuracy
+      checkpoints/20_reward/continuous/adapter.safetensors
+Out:  outputs/50_evaluate/results.json         every figure, with intervals and the verdict
+      outputs/50_evaluate/table.md             the table and the verdict to read
+      outputs/50_evaluate/answers.jsonl        per answer: rubric verdict and learned score
+
+    difference = mean over the 200 distinct contexts of (PPO - SFT), with a paired bootstrap interval
+
+The rubric knows no network and the judge knows no rubric. A predicted score of a simulated preference
+is not satisfaction; 520 answers are not 520 situations.
+
+    python 50_evaluate.py
+"""
+
+from kernel import run
+from kernel.chat import Chat
+from kernel.data import read_jsonl, write_atomic, write_json, write_jsonl
+from kernel.model import load_adapter, make_role
+from kernel.preference import pair_accuracy
+from kernel.report import (
+    POPULATIONS,
+    paired_bootstrap,
+    population,
+    results_table,
+    summarise,
+    verdict,
+)  # fmt: skip
+from kernel.rubric import rubric
+from kernel.score import learned_reward
+from kernel.stage import Stage
+
+GENERATIONS = "outputs/40_generate/generations.jsonl"
+LABELS = "data/heldout/labels.jsonl"
+PAIRS = "data/heldout/pairs.jsonl"
+REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
+READS = [GENERATIONS, LABELS, PAIRS, REWARD]
+WRITES = ["outputs/50_evaluate"]
+
+# ---- flags --------------------------------------------------------------------------------------
+
+parser = run.parser(__doc__)
+parser.add_argument("--bootstrap-seed", type=int)
+
+# ---- run folder and seeds -------------------------------------------------------------------------
+
+stage = Stage("50_evaluate", "evaluate", parser, READS, WRITES)
+config, device = stage.config, stage.device
+
+# ---- data -----------------------------------------------------------------------------------------
+
+chat = Chat(config)
+answers = read_jsonl(stage.dir / GENERATIONS)
+labels = {row["id"]: row for row in read_jsonl(stage.dir / LABELS)}
+pair_rows = read_jsonl(stage.dir / PAIRS)
+pairs = chat.encode_pairs(pair_rows, PAIRS)
+
+# ---- model ----------------------------------------------------------------------------------------
+
+reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal").freeze()
+load_adapter(stage.dir / REWARD, reward, config, stage.model["base_sha256"])
+judge = learned_reward(reward, chat.pad_id, device)
+
+# ---- loop: one verdict and one score per answer ---------------------------------------------------
+
+for row in answers:
+    if row["id"] not in labels:
+        raise ValueError(f"{GENERATIONS}: no label for {row['id']} in {LABELS}")
+    row["verdict"] = rubric(row["prompt"], row["text"], row["finish_reason"], labels[row["id"]])
+    row["tokens"] = len(row["response_ids"])
+    row["log_ratio"] = sum(a - r for a, r in zip(row["logprobs"], row["ref_logprobs"])) / row["tokens"]
+    row["kl"] = sum(row["kl"]) / row["tokens"]
+distinct = {(row["prompt"], tuple(row["response_ids"])): None for row in answers}  # score each text once
+prompt_ids = [chat.prompt_ids(prompt) for prompt, _ in distinct]
+scores = judge(prompt_ids, [list(response) for _, response in distinct]).tolist()
+distinct = dict(zip(distinct, scores))
+for row in answers:
+    row["score"] = distinct[row["prompt"], tuple(row["response_ids"])]
+
+# ---- figures --------------------------------------------------------------------------------------
+
+policies = {name: [row for row in answers if row["policy"] == name] for name in ("sft", "ppo")}
+results = {
+    policy: {name: summarise(population(rows, name)) for name in POPULATIONS}
+    for policy, rows in policies.items()
+}
+unique = {policy: population(rows, "all_unique_contexts") for policy, rows in policies.items()}
+if [row["context"] for row in unique["sft"]] != [row["context"] for row in unique["ppo"]]:
+    raise ValueError(f"{GENERATIONS}: SFT and PPO did not answer the same contexts")
+both = list(zip(unique["sft"], unique["ppo"]))
+seed = config["bootstrap_seed"]
+differences = {
+    "score": paired_bootstrap([ppo["score"] - sft["score"] for sft, ppo in both], seed),
+    "rubric": paired_bootstrap([ppo["verdict"]["success"] - sft["verdict"]["success"] for sft, ppo in both], seed),
+    "tokens": paired_bootstrap([ppo["tokens"] - sft["tokens"] for sft, ppo in both], seed),
+}
+label, sentence = verdict(differences["score"], differences["rubric"])
+
+prompts, chosen, rejected = zip(*pairs)
+chosen_scores, rejected_scores = judge(prompts, chosen), judge(prompts, rejected)
+accuracy = {"all": pair_accuracy(chosen_scores, rejected_scores)}
+for variant in sorted({row["id"].rsplit("-", 1)[-1] for row in pair_rows}):
+    picked = [n for n, row in enumerate(pair_rows) if row["id"].endswith(f"-{variant}")]
+    accuracy[variant] = pair_accuracy(chosen_scores[picked], rejected_scores[picked])
+if accuracy["all"]["accuracy"] < 0.4:
+    print("  HINT: the judge prefers the rejected answers; are the columns swapped?")
+
+# ---- summary --------------------------------------------------------------------------------------
+
+lines = results_table(results)
+lines += ["", f"{len(answers)} answers are not {len(answers)} independent situations: each policy met "
+          f"{len(both)} distinct prompts, and the actions and phrasing are shared by all splits.", ""]  # fmt: skip
+for name, d in differences.items():
+    lines.append(
+        f"- {name}, PPO - SFT over {d['pairs']} distinct prompts: "
+        f"{d['mean']:+.3f} (95 % interval {d['low']:+.3f} to {d['high']:+.3f})"
+    )
+a = accuracy["all"]
+lines.append(f"- judge on the held-out pairs: {a['right']} of {a['pairs']} right, {a['ties']} ties")
+lines += ["", f"Verdict: {label}. {sentence}"]
+for line in lines:
+    print(line)
+results_path = stage.outputs / "results.json"
+write_json(
+    results_path,
+    {
+        "results": results,
+        "differences": differences,
+        "verdict": {"label": label, "sentence": sentence},
+        "reward_accuracy": accuracy,
+    },
+)
+table_path = stage.outputs / "table.md"
+write_atomic(table_path, "\n".join(lines) + "\n")
+answers_path = stage.outputs / "answers.jsonl"
+keep = ("policy", "id", "population", "context", "prompt", "text", "finish_reason", "tokens", "score",
+        "log_ratio", "kl", "verdict")  # fmt: skip
+write_jsonl(answers_path, [{key: row[key] for key in keep} for row in answers])
+stage.finish(
+    f"score {differences['score']['mean']:+.2f}, rubric {differences['rubric']['mean']:+.3f} "
+    f"(PPO - SFT): {label}",
+    [results_path, table_path, answers_path],
+)
