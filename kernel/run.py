@@ -35,7 +35,7 @@ def parser(doc: str, variants: bool = False) -> argparse.ArgumentParser:
     shared = p.add_argument_group("shared flags")
     shared.add_argument("--profile", choices=PROFILES, help="default: the run folder's, or smollm2")
     shared.add_argument("--run-dir", type=Path, help="default: runs/<profile>")
-    shared.add_argument("--redo", action="store_true", help="remove this stage's old results first")
+    shared.add_argument("--redo", action="store_true", help="if inputs changed, replace this stage's old results instead of refusing")
     if variants:
         shared.add_argument(
             "--variant",

@@ -97,9 +97,6 @@ class Stage:
 
     def _skip_or_refuse(self) -> None:
         label = f"{self.name} {self.variant}" if self.variant else self.name
-        if self.args.redo:
-            for folder in (self.checkpoints, self.outputs):
-                shutil.rmtree(folder, ignore_errors=True)
         record_path = self.outputs / "record.json"
         if not record_path.is_file():
             return
@@ -109,6 +106,9 @@ class Stage:
             path = self.dir / name
             if not path.is_file() or sha256_file(path) != want:
                 changed.append(f"{name}: missing or edited")
+        if changed and self.args.redo:
+            print(f"{label}: made again, because its inputs changed ({'; '.join(changed[:4])})")
+            return self._remove_old()
         if changed:
             raise ValueError(
                 f"{label} is finished, but its inputs changed ({'; '.join(changed[:4])}); "
@@ -116,6 +116,10 @@ class Stage:
             )
         print(f"{label}: finished before, inputs unchanged, skipped. {record['figure']}")
         sys.exit(0)
+
+    def _remove_old(self) -> None:
+        for folder in (self.checkpoints, self.outputs):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _interrupt(self, *_):
         if self.stopping:
@@ -138,9 +142,14 @@ class Stage:
             return None, 0
         saved, identity = state.load_state(path)
         changed = state.identity_differences(identity, self.identity)
+        if changed and self.args.redo and self.source == self.checkpoints:
+            print(f"{self.name}: started anew, because its inputs changed ({'; '.join(changed[:4])})")
+            self._remove_old()
+            return self.restore()
         if changed:
             raise ValueError(
-                f"{path} was made under other conditions ({'; '.join(changed[:4])}); not resumed"
+                f"{path} was made under other conditions ({'; '.join(changed[:4])}); not resumed. "
+                "Use another --run-dir, or --redo to start anew"
             )
         updates = int(path.name[6:12])
         print(f"{self.name} {self.variant}: going on after update {updates} from {self.rel(path)}")
