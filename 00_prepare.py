@@ -25,7 +25,9 @@ from kernel.state import identity_differences
 # ---- flags --------------------------------------------------------------------------------------
 
 parser = run.parser(__doc__)
-parser.add_argument("--model-dir", type=Path, help="a local causal LM folder instead of the profile's")
+parser.add_argument(
+    "--model-dir", type=Path, help="a local causal LM folder instead of the profile's"
+)
 shared = parser.add_argument_group("settings fixed here for all stages (default: the profile's)")
 shared.add_argument("--base-dtype", choices=("bfloat16", "float32"))
 shared.add_argument("--attention", choices=("eager", "sdpa"))
@@ -34,7 +36,7 @@ shared.add_argument("--threads", type=int, help="per process; part of what makes
 shared.add_argument("--lora-r", type=int)
 shared.add_argument("--lora-alpha", type=float)
 
-# ---- run folder and settings ----------------------------------------------------------------------
+# ---- run folder and settings --------------------------------------------------------------------
 
 run.one_line_errors("00_prepare")
 args = parser.parse_args()
@@ -45,7 +47,7 @@ common["device"] = run.resolve_device(common["device"])
 run.check_writable(folder)
 data = folder / "data"
 
-# ---- corpus and audit -----------------------------------------------------------------------------
+# ---- corpus and audit ---------------------------------------------------------------------------
 
 rows = corpus.build_corpus()
 audit = corpus.audit(rows)  # stops at the first row that breaks a rule, naming file and row
@@ -54,7 +56,9 @@ if (data / "manifest.json").is_file():
     print(f"corpus: {data} is there and unchanged")
 else:
     if data.exists() and any(data.rglob("*.jsonl")):
-        raise ValueError(f"{data} holds files but no manifest; move it away, nothing is overwritten")
+        raise ValueError(
+            f"{data} holds files but no manifest; move it away, nothing is overwritten"
+        )
     for name, content in rows.items():
         write_jsonl(data / name, content)
     manifest = {
@@ -66,7 +70,7 @@ else:
     }
     write_json(data / "manifest.json", manifest)  # last: without it the corpus does not count
 
-# ---- base model -----------------------------------------------------------------------------------
+# ---- base model ---------------------------------------------------------------------------------
 
 if args.model_dir:
     model_dir = args.model_dir.resolve()
@@ -77,7 +81,7 @@ else:
     common["model_dir"] = model_dir.relative_to(run.REPOSITORY).as_posix()
 chat = Chat({**common, "model_dir": str(model_dir)})
 
-# ---- every row fits its limits, told now and not in the middle of training ------------------------
+# ---- every row fits its limits, told now and not in the middle of training ----------------------
 
 longest = {"prompt": 0, "response": 0}
 for name, content in rows.items():
@@ -93,7 +97,7 @@ for name, content in rows.items():
                 if prompt + response > common["context_limit"]:
                     raise ValueError(f"{where}: {prompt + response} tokens, over the context limit")
 
-# ---- config ---------------------------------------------------------------------------------------
+# ---- config -------------------------------------------------------------------------------------
 
 config = {"profile": profile, "base": base, "common": common, "model": model_sha256(model_dir)}
 if (folder / "config.json").is_file():
@@ -105,11 +109,12 @@ if (folder / "config.json").is_file():
 else:
     write_json(folder / "config.json", config)
 
-# ---- summary --------------------------------------------------------------------------------------
+# ---- summary ------------------------------------------------------------------------------------
 
 print(f"  wrote {folder / 'config.json'}")
 print(f"  wrote {data} ({', '.join(f'{len(c)} {n}' for n, c in rows.items())})")
+distinct = audit["distinct_pair_demonstration_rollout_prompts"]
 print(
-    f"00_prepare: audit passed, {audit['distinct_pair_demonstration_rollout_prompts']} distinct prompts; "
+    f"00_prepare: audit passed, {distinct} distinct prompts; "
     f"longest prompt {longest['prompt']} tokens, longest answer {longest['response']}"
 )

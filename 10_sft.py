@@ -17,7 +17,7 @@ import torch
 
 from kernel import run
 from kernel.chat import Chat
-from kernel.data import Draws, read_jsonl, updates_for
+from kernel.data import Draws, read_jsonl, spread, updates_for
 from kernel.model import check_isolation, fingerprint, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.preference import sft_loss
@@ -34,25 +34,27 @@ parser.add_argument("--epochs", type=float)
 parser.add_argument("--batch", type=int, help="rows per update")
 parser.add_argument("--micro-batch", type=int, help="rows per forward pass")
 parser.add_argument("--learning-rate", type=float)
+parser.add_argument("--validation-rows", type=int)
 
-# ---- run folder and seeds -------------------------------------------------------------------------
+# ---- run folder and seeds -----------------------------------------------------------------------
 
 stage = Stage("10_sft", "sft", parser, READS, WRITES)
 config, device = stage.config, stage.device
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "metrics.jsonl"))
 
-# ---- data -----------------------------------------------------------------------------------------
+# ---- data ---------------------------------------------------------------------------------------
 
 chat = Chat(config)
 train = chat.encode_answers(read_jsonl(stage.dir / READS[0]), "response", READS[0])
 per_family = {}
 for row in read_jsonl(stage.dir / READS[1]):
     per_family.setdefault(row["family"], row)
-validation = chat.encode_answers(list(per_family.values()), "chosen", READS[1])
+shown = spread(list(per_family.values()), config["validation_rows"])
+validation = chat.encode_answers(shown, "chosen", READS[1])
 draws = Draws(len(train), config["sampler_seed"])
 
-# ---- model ----------------------------------------------------------------------------------------
+# ---- model --------------------------------------------------------------------------------------
 
 actor = make_role("actor", config, device, seed=config["adapter_seed"])
 check_isolation([actor])
@@ -61,7 +63,7 @@ total = updates_for(config["epochs"], len(train), config["batch"])
 one_epoch = min(updates_for(1, len(train), config["batch"]), total)
 optimizer = Optimizer(actor.learned(), total, config["learning_rate"], config)
 
-# ---- resume ---------------------------------------------------------------------------------------
+# ---- resume -------------------------------------------------------------------------------------
 
 stop = one_epoch if stage.variant == "interrupt" else total  # `interrupt` ends after epoch 1
 saved, done = stage.restore()
@@ -74,7 +76,7 @@ if saved:
 metrics = stage.records("metrics.jsonl", done)
 timings = stage.records("timings.jsonl", done)
 
-# ---- loop -----------------------------------------------------------------------------------------
+# ---- loop ---------------------------------------------------------------------------------------
 
 
 def mean_loss(rows: list[tuple[list[int], list[int]]]) -> float:
@@ -82,7 +84,9 @@ def mean_loss(rows: list[tuple[list[int], list[int]]]) -> float:
     total_loss, tokens = 0.0, 0
     with torch.no_grad():
         for start in range(0, len(rows), config["micro_batch"]):
-            batch = make_batch(*zip(*rows[start : start + config["micro_batch"]]), chat.pad_id, device)
+            batch = make_batch(
+                *zip(*rows[start : start + config["micro_batch"]]), chat.pad_id, device
+            )
             total_loss += float(sft_loss(response_logprobs(actor, batch), batch.response_mask, 1))
             tokens += int(batch.response_mask.sum())
     return total_loss / tokens
@@ -96,11 +100,17 @@ for update in bar:
     loss = torch.zeros((), device=device)
     with phases("optimisation"):
         for start in range(0, len(window), config["micro_batch"]):
-            part = make_batch(*zip(*window[start : start + config["micro_batch"]]), chat.pad_id, device)
+            part = make_batch(
+                *zip(*window[start : start + config["micro_batch"]]), chat.pad_id, device
+            )
             part_loss = sft_loss(response_logprobs(actor, part), part.response_mask, window_tokens)
             part_loss.backward()  # parts add up to the window's mean over its tokens
             loss += part_loss.detach()
-        row = {"update": update, "tokens": window_tokens, **optimizer.step(loss, f"update {update}")}
+        row = {
+            "update": update,
+            "tokens": window_tokens,
+            **optimizer.step(loss, f"update {update}"),
+        }
     if update % one_epoch == 0 or update == total:
         with phases("validation"):
             row["validation_loss"] = mean_loss(validation)
@@ -120,7 +130,7 @@ for update in bar:
             },
         )
 
-# ---- summary --------------------------------------------------------------------------------------
+# ---- summary ------------------------------------------------------------------------------------
 
 if fingerprint(actor.base()) != base_before:
     raise ValueError("the frozen base changed during training")

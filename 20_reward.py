@@ -17,7 +17,7 @@ import torch
 
 from kernel import run
 from kernel.chat import Chat
-from kernel.data import Draws, read_jsonl, updates_for
+from kernel.data import Draws, read_jsonl, spread, updates_for
 from kernel.model import check_isolation, fingerprint, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.preference import bradley_terry_loss, pair_accuracy
@@ -34,22 +34,26 @@ parser.add_argument("--epochs", type=float)
 parser.add_argument("--batch", type=int, help="pairs per update")
 parser.add_argument("--micro-batch", type=int, help="pairs per forward pass")
 parser.add_argument("--learning-rate", type=float)
+parser.add_argument("--validation-rows", type=int, help="pairs")
 
-# ---- run folder and seeds -------------------------------------------------------------------------
+# ---- run folder and seeds -----------------------------------------------------------------------
 
 stage = Stage("20_reward", "reward", parser, READS, WRITES)
 config, device = stage.config, stage.device
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "metrics.jsonl"))
 
-# ---- data -----------------------------------------------------------------------------------------
+# ---- data ---------------------------------------------------------------------------------------
 
 chat = Chat(config)
-train = chat.encode_pairs(read_jsonl(stage.dir / READS[0]), READS[0])  # (prompt, chosen, rejected) ids
-validation = chat.encode_pairs(read_jsonl(stage.dir / READS[1]), READS[1])
+train = chat.encode_pairs(
+    read_jsonl(stage.dir / READS[0]), READS[0]
+)  # (prompt, chosen, rejected) ids
+shown = spread(read_jsonl(stage.dir / READS[1]), config["validation_rows"])
+validation = chat.encode_pairs(shown, READS[1])
 draws = Draws(len(train), config["sampler_seed"])
 
-# ---- model ----------------------------------------------------------------------------------------
+# ---- model --------------------------------------------------------------------------------------
 
 reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal")
 check_isolation([reward])
@@ -58,7 +62,7 @@ total = updates_for(config["epochs"], len(train), config["batch"])
 one_epoch = min(updates_for(1, len(train), config["batch"]), total)
 optimizer = Optimizer(reward.learned(), total, config["learning_rate"], config)
 
-# ---- resume ---------------------------------------------------------------------------------------
+# ---- resume -------------------------------------------------------------------------------------
 
 stop = max(total // 2, 1) if stage.variant == "interrupt" else total
 saved, done = stage.restore()
@@ -71,7 +75,7 @@ if saved:
 metrics = stage.records("metrics.jsonl", done)
 timings = stage.records("timings.jsonl", done)
 
-# ---- loop -----------------------------------------------------------------------------------------
+# ---- loop ---------------------------------------------------------------------------------------
 
 
 def pair_scores(pairs: list[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +134,7 @@ for update in bar:
             },
         )
 
-# ---- summary --------------------------------------------------------------------------------------
+# ---- summary ------------------------------------------------------------------------------------
 
 if fingerprint(reward.base()) != base_before:
     raise ValueError("the frozen base changed during training")

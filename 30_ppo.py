@@ -19,6 +19,8 @@ entropy bonus, actor and critic are two networks with two optimisers, and each r
     python 30_ppo.py                       # or --variant interrupt, resume, check
 """
 
+from argparse import BooleanOptionalAction
+
 import torch
 from safetensors.torch import save
 
@@ -27,13 +29,21 @@ from kernel.chat import Chat
 from kernel.data import Draws, read_jsonl, write_atomic
 from kernel.model import check_isolation, fingerprint, load_adapter, make_role, save_adapter
 from kernel.optim import Optimizer
-from kernel.ppo import explained_variance, gae, policy_loss, response_mean, token_rewards, value_loss
+from kernel.ppo import (
+    explained_variance,
+    gae,
+    policy_loss,
+    response_mean,
+    token_rewards,
+    value_loss,
+)
 from kernel.rollout import as_lists, sample
 from kernel.score import (
+    active_logits,
+    exact_kl,
     learned_reward,
     pad_prompts,
-    policy_against_reference,
-    response_logprobs,
+    pick_logprobs,
     response_values,
 )
 from kernel.stage import Phases, Stage
@@ -59,24 +69,29 @@ parser.add_argument("--clip-range", type=float)
 parser.add_argument("--gamma", type=float)
 parser.add_argument("--gae-lambda", type=float)
 parser.add_argument("--cutoff-penalty", type=float)
-parser.add_argument("--no-cache", action="store_true", help="sample by reading the whole prefix anew")
+parser.add_argument("--center-scores", action=BooleanOptionalAction, default=None)
+parser.add_argument(
+    "--no-cache", action="store_true", help="sample by reading the whole prefix anew"
+)
 
-# ---- run folder and seeds -------------------------------------------------------------------------
+# ---- run folder and seeds -----------------------------------------------------------------------
 
 stage = Stage("30_ppo", "ppo", parser, READS, WRITES)
 config, device = stage.config, stage.device
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "critic.safetensors", "metrics.jsonl", "rollouts.jsonl"))
 
-# ---- data -----------------------------------------------------------------------------------------
+# ---- data ---------------------------------------------------------------------------------------
 
 chat = Chat(config)
 rows = read_jsonl(stage.dir / PROMPTS)
-prompts = [chat.prompt_ids(row["prompt"], f"{PROMPTS} row {n}") for n, row in enumerate(rows, start=1)]
+prompts = [
+    chat.prompt_ids(row["prompt"], f"{PROMPTS} row {n}") for n, row in enumerate(rows, start=1)
+]
 draws = Draws(len(prompts), config["sampler_seed"])
 generator = torch.Generator().manual_seed(config["generation_seed"])
 
-# ---- model: four roles, four objects --------------------------------------------------------------
+# ---- model: four roles, four objects ------------------------------------------------------------
 
 base_sha256 = stage.model["base_sha256"]
 actor = make_role("actor", config, device, seed=config["adapter_seed"])
@@ -106,9 +121,13 @@ if config["center_scores"]:
     shown = chat.encode_answers(read_jsonl(stage.dir / DEMONSTRATIONS), "response", DEMONSTRATIONS)
     center = judge(*zip(*shown)).mean().item()
 
-# ---- resume: only between iterations, so no rollout is ever pending or repeated --------------------
+# ---- resume: only between iterations, so no rollout is ever pending or repeated -----------------
 
-stop = min(config["stop_at"], config["iterations"]) if stage.variant == "interrupt" else config["iterations"]
+stop = (
+    min(config["stop_at"], config["iterations"])
+    if stage.variant == "interrupt"
+    else config["iterations"]
+)
 saved, done = stage.restore()
 history, consumed, first_logits = [], [], {}
 if saved:
@@ -123,14 +142,16 @@ metrics = stage.records("metrics.jsonl", done)
 timings = stage.records("timings.jsonl", done)
 rollouts = stage.records("rollouts.jsonl", done)
 
-# ---- loop -----------------------------------------------------------------------------------------
+# ---- loop ---------------------------------------------------------------------------------------
 
 phases = Phases(device)
 bar = stage.bar(done, stop)
 for iteration in bar:
     # 1. Draw prompts and sample one response each; the sampler's own log-probabilities stay.
     drawn = draws.take(config["rollouts"])
-    prompt_ids, prompt_mask = pad_prompts([prompts[i] for i in drawn], chat.pad_id, device)  # (B, P)
+    prompt_ids, prompt_mask = pad_prompts(
+        [prompts[i] for i in drawn], chat.pad_id, device
+    )  # (B, P)
     with phases("generation"):
         rollout = sample(
             actor, prompt_ids, prompt_mask, chat.response_limit, chat.eos_id, chat.pad_id,
@@ -139,10 +160,10 @@ for iteration in bar:
     batch, old_logprobs = rollout.batch, rollout.old_logprobs  # (B, T)
     mask = batch.response_mask  # (B, T)
 
-    # 2. The same tokens under the frozen reference; and the exact KL over the vocabulary, to look at.
-    with phases("reference"):
-        scored = policy_against_reference(actor, reference, batch)
-        ref_logprobs = scored["ref_logprobs"]  # (B, T)
+    # 2. The same tokens under the frozen reference.
+    with phases("reference"), torch.no_grad():
+        ref_logits = active_logits(reference, batch)  # (N, V), N active tokens
+        ref_logprobs = pick_logprobs(ref_logits, batch)  # (B, T)
 
     # 3. One score per response, from the judge.
     with phases("judge"):
@@ -165,8 +186,17 @@ for iteration in bar:
     for epoch in range(1, config["ppo_epochs"] + 1):
         where = f"iteration {iteration} epoch {epoch} rows {drawn}"
         with phases("optimisation"):
-            new_logprobs = response_logprobs(actor, batch)  # (B, T)
-            loss, stats = policy_loss(new_logprobs, old_logprobs, advantages, mask, config["clip_range"])
+            logits = active_logits(actor, batch)  # (N, V)
+            new_logprobs = pick_logprobs(logits, batch)  # (B, T)
+            if (
+                epoch == 1
+            ):  # still the policy that sampled, read in one pass: to look at, not to use
+                full_logprobs = new_logprobs.detach()
+                exact = exact_kl(logits, ref_logits, mask)
+                del ref_logits
+            loss, stats = policy_loss(
+                new_logprobs, old_logprobs, advantages, mask, config["clip_range"]
+            )
             loss.backward()
             policy = actor_optimizer.step(loss.detach(), f"actor, {where}")
             new_values = response_values(critic, batch)  # (B, T)
@@ -179,14 +209,16 @@ for iteration in bar:
     row = {
         "iteration": iteration,
         "score": scores.mean().item(),
-        "kl": response_mean(scored["kl"], mask).item(),  # exact, policy against reference
-        "log_ratio": response_mean(old_logprobs - ref_logprobs, mask).item(),  # its sampled estimate
+        "kl": response_mean(exact["kl"], mask).item(),  # exact, policy against reference
+        "log_ratio": response_mean(
+            old_logprobs - ref_logprobs, mask
+        ).item(),  # its sampled estimate
         "kl_reward": (rewards.sum(1) - (scores - center)).mean().item(),
-        "entropy": response_mean(scored["entropy"], mask).item(),
+        "entropy": response_mean(exact["entropy"], mask).item(),
         "tokens": mask.sum(1).float().mean().item(),
         "finished": rollout.finished.float().mean().item(),
         # prefix by prefix against whole sequence, before the first update of this iteration
-        "scoring_gap": (scored["full_logprobs"] - old_logprobs).abs().max().item(),
+        "scoring_gap": (full_logprobs - old_logprobs).abs().max().item(),
         "value": response_mean(old_values, mask).item(),
         "return": response_mean(returns, mask).item(),
         "advantage": response_mean(advantages, mask).item(),
@@ -222,8 +254,8 @@ for iteration in bar:
         tensors = {
             "old_logprobs": old_logprobs,
             "ref_logprobs": ref_logprobs,
-            "full_logprobs": scored["full_logprobs"],
-            "kl": scored["kl"],
+            "full_logprobs": full_logprobs,
+            "kl": exact["kl"],
             "rewards": rewards,
             "old_values": old_values,
             "advantages": advantages,
@@ -244,9 +276,8 @@ for iteration in bar:
         for record in samples[:3]:
             penalty = sum(record["rewards"]) - (record["score"] - center)
             bar.write(f"  {record['text']!r}")
-            bar.write(
-                f"    score {record['score']:+.2f}  kl {penalty:+.3f}  total {record['score'] + penalty:+.2f}"
-            )
+            total = record["score"] + penalty
+            bar.write(f"    score {record['score']:+.2f}  kl {penalty:+.3f}  total {total:+.2f}")
     if stage.save_due(iteration, stop):
         stage.save(
             iteration,
@@ -263,7 +294,7 @@ for iteration in bar:
             },
         )
 
-# ---- summary --------------------------------------------------------------------------------------
+# ---- summary ------------------------------------------------------------------------------------
 
 frozen_after = {
     **{role.name: fingerprint(role.base()) for role in roles},

@@ -13,12 +13,14 @@ stage. 520 generations are not 520 situations: each policy meets 200 distinct pr
     python 40_generate.py
 """
 
+import torch
+
 from kernel import run
 from kernel.chat import Chat
 from kernel.data import read_jsonl, write_jsonl
 from kernel.model import load_adapter, make_role
 from kernel.rollout import as_lists, sample
-from kernel.score import pad_prompts, policy_against_reference
+from kernel.score import active_logits, exact_kl, pad_prompts, pick_logprobs
 from kernel.stage import Stage
 
 PROMPTS = "data/heldout/prompts.jsonl"
@@ -33,28 +35,32 @@ WRITES = ["outputs/40_generate"]
 
 parser = run.parser(__doc__)
 parser.add_argument("--generate-batch", type=int, help="rows decoded together")
-parser.add_argument("--no-cache", action="store_true", help="read the whole prefix anew for each token")
+parser.add_argument(
+    "--no-cache", action="store_true", help="read the whole prefix anew for each token"
+)
 
-# ---- run folder and seeds -------------------------------------------------------------------------
+# ---- run folder and seeds -----------------------------------------------------------------------
 
 stage = Stage("40_generate", "generate", parser, READS, WRITES)
 config, device = stage.config, stage.device
 
-# ---- data -----------------------------------------------------------------------------------------
+# ---- data ---------------------------------------------------------------------------------------
 
 chat = Chat(config)
 rows = read_jsonl(stage.dir / PROMPTS)
-prompts = [chat.prompt_ids(row["prompt"], f"{PROMPTS} row {n}") for n, row in enumerate(rows, start=1)]
+prompts = [
+    chat.prompt_ids(row["prompt"], f"{PROMPTS} row {n}") for n, row in enumerate(rows, start=1)
+]
 # Rows of equal length side by side need no padding; rows of one probe context stay in one batch.
 order = sorted(range(len(rows)), key=lambda i: (len(prompts[i]), rows[i]["context"], i))
 
-# ---- model ----------------------------------------------------------------------------------------
+# ---- model --------------------------------------------------------------------------------------
 
 actor = make_role("actor", config, device, seed=config["adapter_seed"]).freeze()
 reference = make_role("reference", config, device, seed=config["adapter_seed"]).freeze()
 load_adapter(stage.dir / POLICIES["sft"], reference, config, stage.model["base_sha256"])
 
-# ---- loop -----------------------------------------------------------------------------------------
+# ---- loop ---------------------------------------------------------------------------------------
 
 size = config["generate_batch"]
 starts = range(0, len(order), size)
@@ -70,7 +76,12 @@ for policy, adapter in POLICIES.items():
             generator=None, cached=not stage.args.no_cache,
         )  # fmt: skip
         prompt_lists, responses = as_lists(rollout.batch)
-        scored = policy_against_reference(actor, reference, rollout.batch)  # (B, T) each
+        with torch.no_grad():  # both policies on the finished answers, in one pass each
+            logits = active_logits(actor, rollout.batch)  # (N, V)
+            ref_logits = active_logits(reference, rollout.batch)
+        logprobs = pick_logprobs(logits, rollout.batch)  # (B, T)
+        ref_logprobs = pick_logprobs(ref_logits, rollout.batch)
+        kl = exact_kl(logits, ref_logits, rollout.batch.response_mask)["kl"]
         for b, index in enumerate(picked):
             length = len(responses[b])
             generations.append(
@@ -83,15 +94,15 @@ for policy, adapter in POLICIES.items():
                     "response_ids": responses[b],
                     "text": chat.decode(responses[b]),
                     "finish_reason": "eos" if rollout.finished[b] else "length",
-                    "logprobs": scored["full_logprobs"][b, :length].tolist(),
-                    "ref_logprobs": scored["ref_logprobs"][b, :length].tolist(),
-                    "kl": scored["kl"][b, :length].tolist(),  # exact, per visited prefix
+                    "logprobs": logprobs[b, :length].tolist(),
+                    "ref_logprobs": ref_logprobs[b, :length].tolist(),
+                    "kl": kl[b, :length].tolist(),  # exact, per visited prefix
                 }
             )
         bar.update()
 bar.close()
 
-# ---- summary --------------------------------------------------------------------------------------
+# ---- summary ------------------------------------------------------------------------------------
 
 answers = {}
 for row in generations:

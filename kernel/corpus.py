@@ -4,6 +4,7 @@
 test). Five preference pairs per family; demonstrations and rollout prompts for the training
 families; 20 probe contexts apart. Only ordered lists and one `random.Random` reach the output.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -25,27 +26,37 @@ CONTEXTS = {  # the problem, never the step that answers it
     "save_document": "The report has edits that are not stored yet.",
     "renew_session": "The web portal says the login has expired.",
 }
-HEADINGS = ("Ticket {family}, variant {variant}.", "Variant {variant} of case {family}.",
-            "Office note {family}, copy {variant}.")
+HEADINGS = (
+    "Ticket {family}, variant {variant}.",
+    "Variant {variant} of case {family}.",
+    "Office note {family}, copy {variant}.",
+)
 REQUEST = "Suggest one relevant next step without claiming a guaranteed fix."
 # Source kinds, one per use of a prompt.
 PAIR, DEMO, ROLLOUT, PROBE = "preference card", "practice card", "work order", "probe card"
 
 # P0..P4: chosen (form, polite), then rejected (wrong action?, form, polite). Courtesy stands twice
 # on each side, so it should earn nothing; the probes measure whether it does.
-PAIRS = (((1, False), (True, 2, False)), ((0, False), (True, 1, True)),
-         ((1, True), (True, 0, False)), ((1, False), (False, 2, True)),
-         ((0, True), (True, 1, False)))
+PAIRS = (
+    ((1, False), (True, 2, False)),
+    ((0, False), (True, 1, True)),
+    ((1, True), (True, 0, False)),
+    ((1, False), (False, 2, True)),
+    ((0, True), (True, 1, False)),
+)
 
 _MEANING = {
     "id": "unique within the file",
     "family": "OHnnn, the unit of the split",
     "variant": "number of the prompt within its family; variant % 3 picks the heading",
-    "prompt": "the user's message", "prompt_sha256": "sha256 of the prompt's UTF-8 bytes",
-    "chosen": "preferred answer", "rejected": "answer that fails the rubric",
+    "prompt": "the user's message",
+    "prompt_sha256": "sha256 of the prompt's UTF-8 bytes",
+    "chosen": "preferred answer",
+    "rejected": "answer that fails the rubric",
     "response": "demonstrated answer",
     "expected_action": "name of the action that fits the problem",
-    "population": "test or probe", "candidate": "fixed answer to score",
+    "population": "test or probe",
+    "candidate": "fixed answer to score",
     "context": "test: the pair's id; probe: PROBEnn, shared by its four rows",
     "correct": "whether the candidate names the expected action",
     "polite": "whether the candidate carries the courtesy formulas",
@@ -53,17 +64,20 @@ _MEANING = {
 _TYPES = {"variant": int, "correct": bool, "polite": bool}  # all other fields are strings
 # NOTE: train/prompts and heldout/prompts hold no target: RL and the generator see contexts only.
 _PAIR = "id family variant prompt prompt_sha256 chosen rejected expected_action"
-FIELDS = {file: {name: _MEANING[name] for name in names.split()} for file, names in {
-    "train/pairs.jsonl": _PAIR,
-    "train/demonstrations.jsonl": "id family variant prompt prompt_sha256 response",
-    "train/prompts.jsonl": "id family prompt prompt_sha256",
-    "validation/pairs.jsonl": _PAIR,
-    "heldout/pairs.jsonl": _PAIR,
-    "heldout/prompts.jsonl": "id population context prompt prompt_sha256",
-    "heldout/labels.jsonl": "id expected_action",
-    "heldout/probes.jsonl":
-        "id context prompt prompt_sha256 candidate correct polite expected_action",
-}.items()}
+FIELDS = {
+    file: {name: _MEANING[name] for name in names.split()}
+    for file, names in {
+        "train/pairs.jsonl": _PAIR,
+        "train/demonstrations.jsonl": "id family variant prompt prompt_sha256 response",
+        "train/prompts.jsonl": "id family prompt prompt_sha256",
+        "validation/pairs.jsonl": _PAIR,
+        "heldout/pairs.jsonl": _PAIR,
+        "heldout/prompts.jsonl": "id population context prompt prompt_sha256",
+        "heldout/labels.jsonl": "id expected_action",
+        "heldout/probes.jsonl": "id context prompt prompt_sha256 candidate correct polite "
+        "expected_action",
+    }.items()
+}
 
 
 def sha256(text: str) -> str:
@@ -101,34 +115,58 @@ def wrong_action(index: int) -> int:
 
 def _pairs(index: int) -> list[dict]:
     action, family = index // PER_ACTION, f"OH{index:03d}"
-    return [{"id": f"{family}-P{variant}", "family": family, "variant": variant,
-             **prompt_fields(family, variant, PAIR, action),
-             "chosen": response(action, *chosen),
-             "rejected": response(wrong_action(index) if wrong else action, *rejected),
-             "expected_action": ACTIONS[action]}
-            for variant, (chosen, (wrong, *rejected)) in enumerate(PAIRS)]
+    return [
+        {
+            "id": f"{family}-P{variant}",
+            "family": family,
+            "variant": variant,
+            **prompt_fields(family, variant, PAIR, action),
+            "chosen": response(action, *chosen),
+            "rejected": response(wrong_action(index) if wrong else action, *rejected),
+            "expected_action": ACTIONS[action],
+        }
+        for variant, (chosen, (wrong, *rejected)) in enumerate(PAIRS)
+    ]
 
 
 def _demonstration(index: int) -> dict:
     action, family = index // PER_ACTION, f"OH{index:03d}"
-    return {"id": f"{family}-SFT", "family": family, "variant": 7,
-            **prompt_fields(family, 7, DEMO, action),
-            "response": response(action, 1, index % 2 == 0)}
+    return {
+        "id": f"{family}-SFT",
+        "family": family,
+        "variant": 7,
+        **prompt_fields(family, 7, DEMO, action),
+        "response": response(action, 1, index % 2 == 0),
+    }
 
 
 def _rollouts(index: int) -> list[dict]:
     action, family = index // PER_ACTION, f"OH{index:03d}"
-    return [{"id": f"{family}-RL{k}", "family": family,
-             **prompt_fields(family, 11 + k, ROLLOUT, action)} for k in range(4)]
+    return [
+        {
+            "id": f"{family}-RL{k}",
+            "family": family,
+            **prompt_fields(family, 11 + k, ROLLOUT, action),
+        }
+        for k in range(4)
+    ]
 
 
 def _probes(index: int) -> list[dict]:
     action, context = index % 6, f"PROBE{index:02d}"
-    return [{"id": f"{context}-C{correct:d}-P{polite:d}", "context": context,
-             **prompt_fields(context, index, PROBE, action),
-             "candidate": response(action if correct else (action + 1) % 6, 1, polite),
-             "correct": correct, "polite": polite, "expected_action": ACTIONS[action]}
-            for correct in (False, True) for polite in (False, True)]
+    return [
+        {
+            "id": f"{context}-C{correct:d}-P{polite:d}",
+            "context": context,
+            **prompt_fields(context, index, PROBE, action),
+            "candidate": response(action if correct else (action + 1) % 6, 1, polite),
+            "correct": correct,
+            "polite": polite,
+            "expected_action": ACTIONS[action],
+        }
+        for correct in (False, True)
+        for polite in (False, True)
+    ]
 
 
 def build_corpus(seed: int = SEED) -> dict[str, list[dict]]:
@@ -145,8 +183,10 @@ def build_corpus(seed: int = SEED) -> dict[str, list[dict]]:
         "train/prompts.jsonl": [row for index in split["train"] for row in _rollouts(index)],
         "validation/pairs.jsonl": pairs["validation"],
         "heldout/pairs.jsonl": pairs["heldout"],
-        **{file: [{name: row[name] for name in FIELDS[file]} for row in asked]
-           for file in ("heldout/prompts.jsonl", "heldout/labels.jsonl")},
+        **{
+            file: [{name: row[name] for name in FIELDS[file]} for row in asked]
+            for file in ("heldout/prompts.jsonl", "heldout/labels.jsonl")
+        },
         "heldout/probes.jsonl": probes,
     }
 
@@ -157,6 +197,7 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
     The first fault raises ValueError "<file> row <n>: <what>", n counted from 1. Meaning comes
     first (fields, hashes, leaks, rubric), then each row against its rule of construction.
     """
+
     def check(holds: bool, file: str, number: int, what: str) -> None:
         if not holds:
             raise ValueError(f"{file} row {number}: {what}")
@@ -164,25 +205,42 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
     def each(*files: str):
         return ((file, number, row) for file in files for number, row in enumerate(rows[file], 1))
 
-    count = dict.fromkeys(("prompt_hashes_right", "chosen_pass", "rejected_fail",
-                           "demonstrations_pass", "probes_agree_with_rubric"), 0)
+    count = dict.fromkeys(
+        (
+            "prompt_hashes_right",
+            "chosen_pass",
+            "rejected_fail",
+            "demonstrations_pass",
+            "probes_agree_with_rubric",
+        ),
+        0,
+    )
     for file in [*FIELDS, *rows]:
         check(file in FIELDS, file, 1, "unknown file")
         check(bool(rows.get(file)), file, 1, "missing: the file has no rows")
     for file, number, row in each(*FIELDS):
         check(isinstance(row, dict), file, number, "not a JSON object")
         # An extra field is a fault too: a target in a prompt file is what must not happen.
-        check(set(row) == set(FIELDS[file]), file, number,
-              f"fields are {list(row)}, wanted {list(FIELDS[file])}")
+        check(
+            set(row) == set(FIELDS[file]),
+            file,
+            number,
+            f"fields are {list(row)}, wanted {list(FIELDS[file])}",
+        )
         for name, value in row.items():
             check(type(value) is _TYPES.get(name, str), file, number, f"{name}: wrong type")
         check(row.get("expected_action", ACTIONS[0]) in ACTIONS, file, number, "unknown action")
         if "prompt" in row:
-            check(row["prompt_sha256"] == sha256(row["prompt"]), file, number,
-                  "wrong prompt_sha256")
+            check(
+                row["prompt_sha256"] == sha256(row["prompt"]), file, number, "wrong prompt_sha256"
+            )
             prompt = normalise(row["prompt"])
-            check(not any(normalise(phrase) in prompt for phrase in PHRASES.values()), file, number,
-                  "the prompt gives an answer away")
+            check(
+                not any(normalise(phrase) in prompt for phrase in PHRASES.values()),
+                file,
+                number,
+                "the prompt gives an answer away",
+            )
             count["prompt_hashes_right"] += 1
 
     # Leaks: a family or prompt belongs to one split, near-copies included; probes are a fourth.
@@ -196,8 +254,12 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
         check(known == split, file, number, f"family {family} is in {known} and in {split}")
         if "prompt" in row:
             at = prompt_at.setdefault(normalise(row["prompt"]), (split, file, number))
-            check(at[0] == split, file, number,
-                  f"prompt is also in {at[1]} row {at[2]} (after normalisation)")
+            check(
+                at[0] == split,
+                file,
+                number,
+                f"prompt is also in {at[1]} row {at[2]} (after normalisation)",
+            )
 
     pair_files = ("train/pairs.jsonl", "validation/pairs.jsonl", "heldout/pairs.jsonl")
     demo_file, probe_file = "train/demonstrations.jsonl", "heldout/probes.jsonl"
@@ -210,8 +272,12 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
     for file, number, row in each(*pair_files):
         action = action_of.setdefault(row["family"], row["expected_action"])
         check(row["expected_action"] == action, file, number, "action differs within the family")
-        check(normalise(row["chosen"]) != normalise(row["rejected"]), file, number,
-              "chosen equals rejected")
+        check(
+            normalise(row["chosen"]) != normalise(row["rejected"]),
+            file,
+            number,
+            "chosen equals rejected",
+        )
         verdict = evaluate_response(row["chosen"], "eos", action)
         check(verdict["rubric_success"], file, number, f"chosen fails: {verdict['reason']}")
         count["chosen_pass"] += 1
@@ -225,11 +291,19 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
 
     prompt_of: dict[str, str] = {}
     for file, number, row in each(probe_file):
-        check(prompt_of.setdefault(row["context"], row["prompt"]) == row["prompt"], file, number,
-              f"prompt differs within {row['context']}")
+        check(
+            prompt_of.setdefault(row["context"], row["prompt"]) == row["prompt"],
+            file,
+            number,
+            f"prompt differs within {row['context']}",
+        )
         verdict = evaluate_response(row["candidate"], "eos", row["expected_action"])
-        check(verdict["rubric_success"] == row["correct"], file, number,
-              f"correct disagrees with the rubric: {verdict['reason']}")
+        check(
+            verdict["rubric_success"] == row["correct"],
+            file,
+            number,
+            f"correct disagrees with the rubric: {verdict['reason']}",
+        )
         check(verdict["polite"] == row["polite"], file, number, "polite disagrees with the rubric")
         count["probes_agree_with_rubric"] += 1
 
@@ -238,12 +312,17 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
         for number, (row, want) in enumerate(zip(rows[file], wanted), 1):
             wrong = [name for name in want if row[name] != want[name]]
             check(not wrong, file, number, f"not as constructed ({want['id']}): {', '.join(wrong)}")
-        check(len(rows[file]) == len(wanted), file, min(len(rows[file]), len(wanted)) + 1,
-              f"the file has {len(rows[file])} rows, wanted {len(wanted)}")
+        check(
+            len(rows[file]) == len(wanted),
+            file,
+            min(len(rows[file]), len(wanted)) + 1,
+            f"the file has {len(rows[file])} rows, wanted {len(wanted)}",
+        )
 
     splits = list(split_of.values())
     return {
-        "rows": {file: len(rows[file]) for file in FIELDS}, **count,
+        "rows": {file: len(rows[file]) for file in FIELDS},
+        **count,
         "families_each_in_one_split": {name: splits.count(name) for name in SPLITS},
         "normalised_prompts_each_in_one_split": len(prompt_at),
         "distinct_pair_demonstration_rollout_prompts": len(distinct),

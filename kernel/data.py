@@ -98,7 +98,9 @@ def check_corpus(folder: Path) -> dict:
         if not path.is_file():
             raise ValueError(f"{path}: the corpus manifest names this file, but it is missing")
         if sha256_file(path) != want:
-            raise ValueError(f"{path}: changed since 00_prepare.py audited it; prepare a new run folder")
+            raise ValueError(
+                f"{path}: changed since 00_prepare.py audited it; prepare a new run folder"
+            )
     return manifest
 
 
@@ -136,3 +138,9 @@ class Draws:
 def updates_for(epochs: float, rows: int, batch: int) -> int:
     """Updates in `epochs` passes; draws run on over the end of a pass, so every window is full."""
     return math.ceil(epochs * rows / batch)
+
+
+def spread(rows: list, count: int) -> list:
+    """`count` rows at equal distances over the whole list; all of them if there are no more."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]

@@ -65,9 +65,7 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])  # (N, in)
-        out = LoRAFunction.apply(
-            flat, self.base.weight, self.base.bias, self.A, self.B, self.scale
-        )
+        out = LoRAFunction.apply(flat, self.base.weight, self.base.bias, self.A, self.B, self.scale)
         return out.view(*x.shape[:-1], -1)
 
 
@@ -89,5 +87,7 @@ def add_lora(model: nn.Module, r: int, alpha: float, seed: int) -> list[str]:
     generator = torch.Generator().manual_seed(seed)  # on the CPU: the same start on every device
     for name in wanted:
         parent_name, leaf = name.rsplit(".", 1)
-        setattr(model.get_submodule(parent_name), leaf, LoRALinear(linears[name], r, alpha, generator))
+        setattr(
+            model.get_submodule(parent_name), leaf, LoRALinear(linears[name], r, alpha, generator)
+        )
     return wanted

@@ -56,7 +56,9 @@ class Role(nn.Module):
                 faults.append(f"{name} holds non-finite numbers")
         if faults:
             shown = "; ".join(sorted(faults)[:6])
-            raise ValueError(f"{source} does not fit role '{self.name}' ({len(faults)} faults): {shown}")
+            raise ValueError(
+                f"{source} does not fit role '{self.name}' ({len(faults)} faults): {shown}"
+            )
         for name, p in own.items():
             p.copy_(state[name])
 
@@ -112,7 +114,9 @@ def load_base(model_dir: Path, dtype: str, attention: str) -> nn.Module:
 def check_model_folder(model_dir: Path) -> None:
     """Raises ValueError with one line unless the folder looks like a supported, complete model."""
     if not (model_dir / "config.json").is_file():
-        raise ValueError(f"{model_dir}: no config.json there; give a causal LM folder (--model-dir)")
+        raise ValueError(
+            f"{model_dir}: no config.json there; give a causal LM folder (--model-dir)"
+        )
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:

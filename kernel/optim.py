@@ -35,10 +35,14 @@ class Optimizer:
         )
 
     def step(self, loss: torch.Tensor, what: str) -> dict:
-        """Clip the gradients that backward left, then update. Raises FloatingPointError before any weight
-        changes if the loss or a gradient is not finite. Returns loss, grad_norm and lr as floats."""
+        """Clip the gradients that backward left, then update. Returns loss, grad_norm, lr as floats.
+
+        Raises FloatingPointError before any weight changes if the loss or a gradient is not finite.
+        """
         if not torch.isfinite(loss):
-            raise FloatingPointError(f"{what}: the loss is {loss.item()}; stopped before the update")
+            raise FloatingPointError(
+                f"{what}: the loss is {loss.item()}; stopped before the update"
+            )
         lr = learning_rate(self.updates, self.total, self.peak, self.warmup, self.final)
         norm = torch.nn.utils.clip_grad_norm_(self.named.values(), self.max_grad_norm)
         if not torch.isfinite(norm):
@@ -69,7 +73,9 @@ class Optimizer:
         for name, p in self.named.items():
             for key, value in state["moments"][name].items():
                 if key != "step" and (value.shape != p.shape or value.dtype != torch.float32):
-                    raise ValueError(f"optimiser {key} of {name}: {tuple(value.shape)} {value.dtype}")
+                    raise ValueError(
+                        f"optimiser {key} of {name}: {tuple(value.shape)} {value.dtype}"
+                    )
             moved = {k: v.clone().to(p.device) for k, v in state["moments"][name].items()}
             if moved:
                 self.adamw.state[p] = moved

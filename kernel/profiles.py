@@ -22,8 +22,20 @@ REFERENCE = {
         "reward_seed": 50,  # reward adapters and head
         "sampler_seed": 149,  # order of rows
     },
-    "sft": {"epochs": 3, "batch": 8, "micro_batch": 8, "learning_rate": 2e-5},
-    "reward": {"epochs": 2, "batch": 8, "micro_batch": 8, "learning_rate": 2e-5},
+    "sft": {
+        "epochs": 3,
+        "batch": 8,  # rows per update
+        "micro_batch": 8,  # rows per forward pass; changes memory, not the loss
+        "learning_rate": 2e-5,
+        "validation_rows": 36,  # one answer per validation family
+    },
+    "reward": {
+        "epochs": 2,
+        "batch": 8,  # pairs
+        "micro_batch": 8,
+        "learning_rate": 2e-5,
+        "validation_rows": 180,  # pairs
+    },
     "ppo": {
         "iterations": 100,
         "stop_at": 40,  # where --variant interrupt stops
@@ -79,7 +91,11 @@ PROFILES = {
             "pad_id": 0,  # the GGUF says pad = eos; a pad of its own keeps EOS trainable by sight
         },
         sft={"learning_rate": 2e-4},  # 2e-5 does not learn the form in 63 updates
-        reward={"epochs": 1, "learning_rate": 2e-4},  # all 180 test pairs within 60 updates
+        reward={
+            "epochs": 1,
+            "learning_rate": 2e-4,  # all test pairs right within one epoch
+            "validation_rows": 60,  # every third pair: validation selects nothing and costs a minute
+        },
         ppo={
             "actor_lr": 5e-5,
             "critic_lr": 1e-4,
@@ -102,7 +118,10 @@ PROFILES = {
             "seed": 49,
         },
         common={"base_dtype": "float32", "eos_id": 2, "pad_id": 0},
-        sft={"epochs": 5, "learning_rate": 1e-2},  # 3 epochs, or 5e-3: learns the form, not the action
+        sft={
+            "epochs": 5,
+            "learning_rate": 1e-2,
+        },  # 3 epochs, or 5e-3: learns the form, not the action
         reward={"epochs": 1, "learning_rate": 5e-3},
         ppo={
             "iterations": 60,

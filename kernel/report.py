@@ -71,7 +71,12 @@ def paired_bootstrap(differences: list[float], seed: int, resamples: int = 10_00
     picks = generator.integers(0, len(values), size=(resamples, len(values)))
     means = values[picks].mean(axis=1)
     low, high = numpy.percentile(means, [2.5, 97.5])
-    return {"mean": float(values.mean()), "low": float(low), "high": float(high), "pairs": len(values)}
+    return {
+        "mean": float(values.mean()),
+        "low": float(low),
+        "high": float(high),
+        "pairs": len(values),
+    }
 
 
 def verdict(score: dict, rubric: dict) -> tuple[str, str]:
@@ -101,8 +106,8 @@ def show(value, form: str = ".2f") -> str:
 def results_table(results: dict) -> list[str]:
     """Markdown lines: one row per policy and population."""
     lines = [
-        "| policy | population | rows | success | recognised | relevant | unsupported certainty | polite "
-        "| score | log-ratio | KL | tokens | without EOS | distinct |",
+        "| policy | population | rows | success | recognised | relevant | unsupported certainty "
+        "| polite | score | log-ratio | KL | tokens | without EOS | distinct |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for policy, populations in results.items():

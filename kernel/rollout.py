@@ -29,9 +29,9 @@ def sample(
 ) -> Rollout:
     """Temperature 1 over the full vocabulary (or argmax), until EOS or `limit` tokens.
 
-    The token is drawn by inverting the cumulative distribution at one uniform number per row and step,
-    taken on the CPU: the same draws on every device, and the same number of draws whether or not a
-    row has ended. `cached=False` reads the whole prefix again for each token: slow, for reading and tests.
+    The token is drawn by inverting the cumulative distribution at one uniform number per row and
+    step, taken on the CPU: the same draws on every device, and as many for a row that has ended.
+    `cached=False` reads the whole prefix again for each token: slow, for reading and for tests.
     """
     B = len(prompt_ids)
     cache = DynamicCache(config=role.lm.config) if cached else None

@@ -16,6 +16,7 @@ recognised. The one tolerance: leading and trailing whitespace is stripped (`str
 Outside RECOGNISED, `action`, `relevant`, `unsupported_certainty` and `polite` are None: unknown,
 not False. A refusal has no action; it is not relevant, certain or polite.
 """
+
 from __future__ import annotations
 
 PHRASES = {  # action name -> imperative phrase; the order defines the action indices 0..5
@@ -53,9 +54,12 @@ def response(action: int, form: int, polite: bool) -> str:
     return f"{OPENING} {sentence} {CLOSING}" if polite else sentence
 
 
-GRAMMAR = {response(action, form, polite): (action, form, polite)
-           for action in range(len(ACTIONS)) for form in range(len(FORMS))
-           for polite in (False, True)}
+GRAMMAR = {
+    response(action, form, polite): (action, form, polite)
+    for action in range(len(ACTIONS))
+    for form in range(len(FORMS))
+    for polite in (False, True)
+}
 
 
 def evaluate_response(text: str | None, finish_reason: str, expected_action: str | None) -> dict:
@@ -72,9 +76,17 @@ def evaluate_response(text: str | None, finish_reason: str, expected_action: str
     if text is not None and not isinstance(text, str):
         raise ValueError(f"text must be a string or None, got {type(text).__name__}")
 
-    result = {"recognised": False, "status": "UNCERTIFIED", "reason": "", "action": None,
-              "relevant": None, "unsupported_certainty": None, "polite": None, "refusal": False,
-              "rubric_success": False}
+    result = {
+        "recognised": False,
+        "status": "UNCERTIFIED",
+        "reason": "",
+        "action": None,
+        "relevant": None,
+        "unsupported_certainty": None,
+        "polite": None,
+        "refusal": False,
+        "rubric_success": False,
+    }
 
     def rejected(status: str, reason: str) -> dict:
         return {**result, "status": status, "reason": reason}
@@ -93,8 +105,13 @@ def evaluate_response(text: str | None, finish_reason: str, expected_action: str
 
     result.update(recognised=True, status="RECOGNISED")
     if stripped in REFUSALS:
-        result.update(reason="refusal", relevant=None if expected_action is None else False,
-                      unsupported_certainty=False, polite=False, refusal=True)
+        result.update(
+            reason="refusal",
+            relevant=None if expected_action is None else False,
+            unsupported_certainty=False,
+            polite=False,
+            refusal=True,
+        )
         return result
 
     action, form, polite = GRAMMAR[stripped]
@@ -108,9 +125,14 @@ def evaluate_response(text: str | None, finish_reason: str, expected_action: str
     if certain:
         faults.append("unsupported certainty")
     # Here the text is recognised, no refusal and ended by EOS: relevance and caution decide.
-    result.update(action=ACTIONS[action], relevant=relevant, unsupported_certainty=certain,
-                  polite=polite, reason="; ".join(faults) or "relevant and cautious",
-                  rubric_success=not faults)
+    result.update(
+        action=ACTIONS[action],
+        relevant=relevant,
+        unsupported_certainty=certain,
+        polite=polite,
+        reason="; ".join(faults) or "relevant and cautious",
+        rubric_success=not faults,
+    )
     return result
 
 

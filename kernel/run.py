@@ -24,6 +24,10 @@ from kernel.profiles import PROFILES  # noqa: E402
 transformers.utils.logging.disable_progress_bar()
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+COUNTS = (  # settings that must be positive
+    "epochs batch micro_batch validation_rows iterations stop_at rollouts ppo_epochs generate_batch "
+    "threads lora_r"
+).split()
 VARIANTS = ("continuous", "interrupt", "resume", "check")
 
 
@@ -35,7 +39,11 @@ def parser(doc: str, variants: bool = False) -> argparse.ArgumentParser:
     shared = p.add_argument_group("shared flags")
     shared.add_argument("--profile", choices=PROFILES, help="default: the run folder's, or smollm2")
     shared.add_argument("--run-dir", type=Path, help="default: runs/<profile>")
-    shared.add_argument("--redo", action="store_true", help="if inputs changed, replace this stage's old results instead of refusing")
+    shared.add_argument(
+        "--redo",
+        action="store_true",
+        help="if inputs changed, replace this stage's old results instead of refusing",
+    )
     if variants:
         shared.add_argument(
             "--variant",
@@ -43,8 +51,9 @@ def parser(doc: str, variants: bool = False) -> argparse.ArgumentParser:
             default="continuous",
             help="continuous: all at once; interrupt, resume: in two parts; check: prove they are equal",
         )
-        shared.add_argument("--save-every", type=int, metavar="N", help="updates between resume states")
-        shared.add_argument("--log-every", type=int, default=10, metavar="N", help="console lines")
+        shared.add_argument(
+            "--save-every", type=int, metavar="N", help="updates between resume states"
+        )
     return p
 
 
@@ -72,7 +81,15 @@ def override(section: dict, args) -> dict:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if number and not (value == value and abs(value) < 1e12):
             raise ValueError(f"--{key.replace('_', '-')} must be a finite number, not {value}")
-        if key in ("batch", "micro_batch", "iterations", "rollouts", "ppo_epochs", "stop_at", "epochs"):
+        if key in (
+            "batch",
+            "micro_batch",
+            "iterations",
+            "rollouts",
+            "ppo_epochs",
+            "stop_at",
+            "epochs",
+        ):
             if value <= 0:
                 raise ValueError(f"--{key.replace('_', '-')} must be positive, not {value}")
     return merged

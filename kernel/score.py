@@ -111,30 +111,27 @@ def learned_reward(reward: Role, pad_id: int, device):
         parts = []
         for start in range(0, len(prompts), 16):
             rows = slice(start, start + 16)
-            parts.append(response_scores(reward, make_batch(prompts[rows], responses[rows], pad_id, device)))
+            parts.append(
+                response_scores(reward, make_batch(prompts[rows], responses[rows], pad_id, device))
+            )
         return torch.cat(parts)
 
     return judge
 
 
 @torch.no_grad()
-def policy_against_reference(actor: Role, reference: Role, batch: Batch) -> dict[str, torch.Tensor]:
-    """Whole-sequence scoring of both policies, and the exact categorical quantities, all (B, T) FP32.
+def exact_kl(logits: torch.Tensor, ref_logits: torch.Tensor, mask: torch.Tensor) -> dict:
+    """Categorical quantities of each visited prefix: (N, V), (N, V), (B, T) bool -> two (B, T) FP32.
 
     kl = sum_v pi(v) * (log pi(v) - log pi_ref(v)) >= 0 over the full vocabulary: the exact
-    KL(policy || reference) of each visited prefix, of which old - ref log-probability is one sample.
-    The (N, V) tables live only inside this call.
+    KL(policy || reference), of which the sampled log-ratio is a one-token estimate.
+    entropy = -sum_v pi(v) * log pi(v). Both 0 where masked.
     """
-    mask = batch.response_mask
-    actor_logprobs = active_logits(actor, batch).log_softmax(-1)  # (N, V)
-    ref_logprobs = active_logits(reference, batch).log_softmax(-1)  # (N, V)
-    chosen = batch.response_ids[mask][:, None]  # (N, 1)
-    probs = actor_logprobs.exp()
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    probs = logprobs.exp()
     parts = {
-        "full_logprobs": actor_logprobs.gather(1, chosen)[:, 0],
-        "ref_logprobs": ref_logprobs.gather(1, chosen)[:, 0],
-        "kl": (probs * (actor_logprobs - ref_logprobs)).sum(-1),
-        "entropy": -(probs * actor_logprobs).sum(-1),
+        "kl": (probs * (logprobs - ref_logprobs)).sum(-1),  # (N,)
+        "entropy": -(probs * logprobs).sum(-1),
     }
     zeros = torch.zeros(mask.shape, device=mask.device)
     return {name: zeros.masked_scatter(mask, part) for name, part in parts.items()}

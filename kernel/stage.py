@@ -66,7 +66,9 @@ class Stage:
                 raise ValueError(f"{path} is missing: run {maker(path, self.dir)} first")
         if Path(self.config["model_dir"]).is_dir():
             if model_sha256(Path(self.config["model_dir"])) != self.model:
-                raise ValueError(f"{self.config['model_dir']} changed since 00_prepare.py recorded it")
+                raise ValueError(
+                    f"{self.config['model_dir']} changed since 00_prepare.py recorded it"
+                )
         else:
             raise ValueError(f"{self.config['model_dir']} is missing: run 00_prepare.py again")
         self.parents = {name: sha256_file(self.dir / name) for name in reads}
@@ -143,7 +145,9 @@ class Stage:
         saved, identity = state.load_state(path)
         changed = state.identity_differences(identity, self.identity)
         if changed and self.args.redo and self.source == self.checkpoints:
-            print(f"{self.name}: started anew, because its inputs changed ({'; '.join(changed[:4])})")
+            print(
+                f"{self.name}: started anew, because its inputs changed ({'; '.join(changed[:4])})"
+            )
             self._remove_old()
             return self.restore()
         if changed:
@@ -162,7 +166,9 @@ class Stage:
         self.final_sha256 = state.content_hash(content)
         state.save_state(self.checkpoints, updates, content, self.identity)
         if self.stopping:
-            print(f"{self.name}: saved after update {updates}. Run the same command again to go on.")
+            print(
+                f"{self.name}: saved after update {updates}. Run the same command again to go on."
+            )
             sys.exit(130)
 
     def newest(self) -> Path:
@@ -186,7 +192,9 @@ class Stage:
         kept = []
         if done:
             path = self.outputs.parent / source / name
-            kept = [row for row in read_jsonl(path) if row.get("iteration", row.get("update")) <= done]
+            kept = [
+                row for row in read_jsonl(path) if row.get("iteration", row.get("update")) <= done
+            ]
         return Records(self.outputs / name, kept)
 
     # -- while running ----------------------------------------------------------------------------------
@@ -210,7 +218,9 @@ class Stage:
     def print_phases(self, path: Path) -> None:
         """Seconds per phase over the whole run, and their share of the loop."""
         rows = read_jsonl(path)
-        totals = {name: sum(row.get(name, 0) for row in rows) for name in rows[-1] if name != "iteration"}
+        totals = {
+            name: sum(row.get(name, 0) for row in rows) for name in rows[-1] if name != "iteration"
+        }
         for name, seconds in totals.items():
             print(f"  {name:<14} {seconds:8.1f} s  {seconds / totals['total']:6.1%}")
 
@@ -243,7 +253,9 @@ class Stage:
             path, _ = state.newest_state(folder)
             record = self.outputs.parent / variant / "record.json"
             if path is None or not record.is_file():
-                raise ValueError(f"nothing to compare: run {self.name}.py --variant {variant} first")
+                raise ValueError(
+                    f"nothing to compare: run {self.name}.py --variant {variant} first"
+                )
             contents[variant], _ = state.load_state(path)
             hashes[variant] = {"state": state.content_hash(contents[variant])}
             for name in files:
@@ -258,10 +270,14 @@ class Stage:
         write_json(self.outputs / "proof.json", proof)
         for name in hashes["resume"]:
             a, b = hashes["resume"][name], hashes["continuous"][name]
-            print(f"  {name:<20} resume {a[:16]}  continuous {b[:16]}  {'=' if a == b else 'DIFFERS'}")
+            print(
+                f"  {name:<20} resume {a[:16]}  continuous {b[:16]}  {'=' if a == b else 'DIFFERS'}"
+            )
         if found:
             raise ValueError(f"resume and continuous differ: {'; '.join(found[:4])}")
-        print(f"{self.name} check: {leaves} tensors, counters and history entries, bit for bit equal")
+        print(
+            f"{self.name} check: {leaves} tensors, counters and history entries, bit for bit equal"
+        )
         sys.exit(0)
 
 

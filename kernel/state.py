@@ -22,10 +22,15 @@ KEEP = 2  # the newest complete states; older ones go only after a new one is du
 def rng_state() -> dict:
     """Python's, NumPy's and torch's global random states as plain numbers and tensors."""
     version, internal, gauss = random.getstate()
-    np_state = numpy.random.get_state(legacy=False)["state"]
+    np_state = numpy.random.get_state(legacy=False)
     return {
         "python": [version, list(internal), gauss],
-        "numpy": {"key": np_state["key"].tolist(), "pos": int(np_state["pos"])},
+        "numpy": {
+            "key": np_state["state"]["key"].tolist(),
+            "pos": int(np_state["state"]["pos"]),
+            "has_gauss": int(np_state["has_gauss"]),  # normal draws come in pairs: the second one
+            "gauss": float(np_state["gauss"]),
+        },
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -34,8 +39,11 @@ def rng_state() -> dict:
 def load_rng_state(state: dict) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    key = numpy.array(state["numpy"]["key"], dtype=numpy.uint32)
-    numpy.random.set_state(("MT19937", key, state["numpy"]["pos"], 0, 0.0))
+    np_state = state["numpy"]
+    key = numpy.array(np_state["key"], dtype=numpy.uint32)
+    numpy.random.set_state(
+        ("MT19937", key, np_state["pos"], np_state["has_gauss"], np_state["gauss"])
+    )
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -60,9 +68,13 @@ def save_state(folder: Path, updates: int, state: dict, identity: dict) -> Path:
         "identity": identity,
     }
     write_json(manifest_path(path), manifest)
-    for old in sorted(folder.glob("state_*.pt.gz"))[:-KEEP]:
+    # A higher number is a damaged state that was passed over; it must not push out this one.
+    known = [p for p in sorted(folder.glob("state_*.pt.gz")) if p.name <= path.name]
+    for old in known[:-KEEP]:
         manifest_path(old).unlink(missing_ok=True)  # first: a state without manifest does not count
         old.unlink()
+    for left_by_a_kill in folder.glob(".state_*.tmp"):
+        left_by_a_kill.unlink()
     return path
 
 
@@ -73,7 +85,8 @@ def manifest_path(path: Path) -> Path:
 def newest_state(folder: Path) -> tuple[Path | None, list[str]]:
     """The complete state with the highest number, and a note for each damaged one passed over."""
     notes = []
-    for path in sorted(folder.glob("state_*.pt.gz"), reverse=True):  # six digits: text order is right
+    # Six digits in every name, so text order is the order of the numbers.
+    for path in sorted(folder.glob("state_*.pt.gz"), reverse=True):
         fault = state_fault(path)
         if fault is None:
             return path, notes
@@ -85,14 +98,19 @@ def state_fault(path: Path) -> str | None:
     """Why a state cannot be trusted, or None."""
     try:
         manifest = json.loads(manifest_path(path).read_text(encoding="utf-8"))
-        if path.is_symlink() or path.stat().st_size != manifest["bytes"]:
+        if path.is_symlink():
+            return "it is a symlink"
+        own = path.name == state_path(path.parent, manifest["updates"]).name
+        if not own or "identity" not in manifest:
+            return "its manifest is another state's"
+        if path.stat().st_size != manifest["bytes"]:
             return f"{path.stat().st_size} bytes, its manifest says {manifest['bytes']}"
         if sha256_file(path) != manifest["sha256"]:
             return "its sha256 is not the manifest's (damaged)"
     except FileNotFoundError:
         return "it has no manifest (the save was cut short)"
-    except (ValueError, KeyError, TypeError):
-        return "its manifest is not readable"
+    except (ValueError, KeyError, TypeError, OSError):
+        return "it or its manifest is not readable"
     return None
 
 
@@ -105,13 +123,16 @@ def load_state(path: Path) -> tuple[dict, dict]:
         with gzip.open(path, "rb") as file:
             state = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path}: refused ({str(error).splitlines()[0]})") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path}: refused ({reason})") from None
     return state, json.loads(manifest_path(path).read_text(encoding="utf-8"))["identity"]
 
 
 def walk(value, name: str = ""):
     """(name, leaf) for every leaf of nested dicts and lists, in a fixed order."""
     if isinstance(value, dict):
+        if not value:
+            yield f"{name}.keys", 0  # an empty dict is not the same as none
         for key in sorted(value, key=str):
             yield from walk(value[key], f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
@@ -147,7 +168,9 @@ def differences(a: dict, b: dict, limit: int = 5) -> list[str]:
         if name not in left or name not in right:
             found.append(f"{name} (on one side only)")
         elif leaf_bytes(left[name]) != leaf_bytes(right[name]):
-            shown = "" if isinstance(left[name], torch.Tensor) else f": {left[name]} != {right[name]}"
+            shown = (
+                "" if isinstance(left[name], torch.Tensor) else f": {left[name]} != {right[name]}"
+            )
             found.append(name + shown)
         if len(found) == limit:
             break

@@ -1,0 +1,143 @@
+"""Tiny random models, saved once per session, and the few helpers that several test files share.
+
+Both are float32, 2 layers, vocabulary 97, eager attention. The weights are drawn wide and every bias
+and norm is random, so a wrong position, column or sign shows in the third digit and not in the tenth.
+Llama has an untied head and no biases; Qwen2 has a tied head and biases on q, k and v.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from kernel.model import Role, make_role
+
+torch.set_num_threads(1)
+
+EOS, PAD, VOCABULARY, HIDDEN, LAYERS = 2, 0, 97, 32, 2
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "initializer_range": 0.2,
+    "attn_implementation": "eager",
+}
+
+
+def build(folder: Path, kind: str) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        if kind == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+        else:
+            model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name.endswith(".bias"):
+                    p.normal_(0, 0.3)
+                elif p.dim() == 1:  # a norm
+                    p.normal_(1, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tmp_path_factory) -> Path:
+    return build(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="session")
+def qwen2_dir(tmp_path_factory) -> Path:
+    return build(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
+
+
+@pytest.fixture(scope="session", params=["llama", "qwen2"])
+def model_dir(request) -> Path:
+    """Every test that asks for this runs once per architecture."""
+    return request.getfixturevalue(f"{request.param}_dir")
+
+
+@pytest.fixture(scope="session")
+def role_config():
+    """The config keys that `make_role` reads, for a model folder; keyword arguments replace values."""
+
+    def make(folder: Path, **changes) -> dict:
+        return {
+            "model_dir": str(folder),
+            "base_dtype": "float32",
+            "attention": "eager",
+            "lora_r": 8,
+            "lora_alpha": 16,
+            "eos_id": EOS,
+            "pad_id": PAD,
+            **changes,
+        }
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def new_role(role_config):
+    """A role on a tiny model. B (and the head) are random unless `trained=False`: B = 0 hides faults."""
+
+    def make(folder: Path, name="actor", head=None, seed=3, trained=True, **changes) -> Role:
+        role = make_role(name, role_config(folder, **changes), torch.device("cpu"), seed, head)
+        if trained:
+            generator = torch.Generator().manual_seed(seed + 1000)
+            with torch.no_grad():
+                for key, p in role.learned().items():
+                    if not key.endswith(".A"):
+                        p.normal_(0, 0.1 if key.endswith(".B") else 0.5, generator=generator)
+        return role
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def stock_model():
+    """The oracle: the stock model with W + 2 * B A written into its plain weights, without adapters."""
+
+    def make(folder: Path, role: Role | None = None):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+        if role is not None:
+            learned = role.learned_state()
+            for name in [n for n in learned if n.endswith(".A")]:
+                A, B = learned[name], learned[name[:-1] + "B"]
+                module = model.get_submodule(name.removeprefix("lm.").removesuffix(".A"))
+                module.weight.data += 2.0 * (B.double() @ A.double()).float()
+        return model.requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture
+def edited_folder(tmp_path):
+    """A copy of a model folder with some keys of one of its JSON files replaced."""
+
+    def make(folder: Path, file: str, **changes) -> Path:
+        copy = tmp_path / f"{folder.name}-{file}"
+        shutil.copytree(folder, copy)
+        path = copy / file
+        old = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(old | changes))
+        return copy
+
+    return make

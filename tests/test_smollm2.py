@@ -1,0 +1,94 @@
+"""A few updates of every trained stage on the real SmolLM2-135M weights, in bfloat16.
+
+Proves that the default profile's path works end to end on real weights: download and de-quantisation,
+chat template, 210 adapted projections, four roles, an exact resume of one PPO iteration. It learns nothing
+in so few updates; the full run's result is in the README. A minute or two.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernel.chat import Chat
+from kernel.data import read_json, read_jsonl
+from kernel.model import make_role, parameter_counts
+from kernel.rollout import sample
+from kernel.score import make_batch, pad_prompts, response_scores
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.slow
+
+
+def stage(name: str, run: Path, *flags: str) -> str:
+    command = [sys.executable, str(ROOT / f"{name}.py"), "--run-dir", str(run), *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("smollm2") / "run"
+    stage("00_prepare", folder, "--threads", "2")
+    sft = ("--epochs", "0.1", "--validation-rows", "2")  # 3 updates
+    stage("10_sft", folder, *sft)
+    stage("20_reward", folder, "--epochs", "0.02", "--batch", "4", "--validation-rows", "2")
+    ppo = ("--iterations", "2", "--stop-at", "1", "--rollouts", "2", "--no-center-scores")
+    for variant in ("interrupt", "resume", "continuous", "check"):
+        stage("30_ppo", folder, *ppo, "--variant", variant)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(run) -> dict:
+    common = read_json(run / "config.json")["common"]
+    return {**common, "model_dir": str(ROOT / common["model_dir"])}
+
+
+def test_ppo_on_real_weights_resumes_bit_for_bit(run):
+    proof = read_json(run / "outputs/30_ppo/check/proof.json")
+    assert proof["equal"] and proof["leaves"] > 4 * 420
+
+
+def test_metrics_are_those_of_a_sound_first_iteration(run):
+    first, second = read_jsonl(run / "outputs/30_ppo/continuous/metrics.jsonl")
+    assert first["kl"] == 0.0 and second["kl"] > 0
+    assert 0 <= first["scoring_gap"] < 0.3  # bfloat16: cached sampling against one pass, bounded
+    assert first["actor_grad_norm_1"] > 0 and first["critic_grad_norm_1"] > 0
+    assert first["value"] == 0.0  # zero head
+
+
+def test_profile_counts_and_special_ids_hold_for_the_real_model(config):
+    reward = make_role("reward", config, torch.device("cpu"), seed=50, head="normal")
+    counts = parameter_counts(reward)
+    assert counts == {"projections": 210, "adapter": 2_442_240, "head": 577}
+    chat = Chat(config)
+    assert (chat.eos_id, chat.pad_id) == (2, 0)
+    ids = chat.prompt_ids("Hello")
+    assert ids.count(1) == 3  # one opening marker per turn, none doubled (case B18)
+    assert chat.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
+
+
+def test_bf16_scores_do_not_depend_on_neighbours_beyond_rounding(config):
+    reward = make_role("reward", config, torch.device("cpu"), seed=50, head="normal")
+    chat = Chat(config)
+    prompts = [chat.prompt_ids(text) for text in ("Short?", "A rather longer question, is it not?")]
+    answers = [chat.response_ids("Yes."), chat.response_ids("No, not at all, as far as I know.")]
+    with torch.no_grad():
+        pairs = list(zip(prompts, answers))
+        alone = [response_scores(reward, make_batch([p], [a], 0, "cpu")) for p, a in pairs]
+        together = response_scores(reward, make_batch(prompts, answers, 0, "cpu"))
+    assert torch.allclose(torch.cat(alone), together, atol=0.05)
+
+
+def test_greedy_answer_without_adapter_is_the_stock_models_answer(config):
+    role = make_role("actor", config, torch.device("cpu"), seed=49)
+    chat = Chat(config)
+    prompt = chat.prompt_ids("What is the capital of France?")
+    ids, mask = pad_prompts([prompt], chat.pad_id, "cpu")
+    ours = sample(role, ids, mask, 12, chat.eos_id, chat.pad_id, cached=False).batch.response_ids[0]
+    text = chat.decode(ours.tolist())
+    assert "Paris" in text

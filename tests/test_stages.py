@@ -1,0 +1,435 @@
+"""The seven stages as programs, on the tiny profile, through run_all.sh.
+
+Proves: the variants end in the same bits; the tiny run learns (reward accuracy, SFT against the base,
+PPO's learned score against SFT's); what the records say can be recomputed from them by plain Python; a
+finished run is skipped, changed inputs are refused, Ctrl-C leaves a state that goes on exactly.
+
+The whole tiny run happens once per session (the slow part, two to three minutes on two cores); its run
+folder lies in a path with blanks, and it is started from another working directory.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kernel.data import read_json, read_jsonl, sha256_file
+from kernel.model import load_adapter, make_role
+from kernel.profiles import PROFILES
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAINED = ("10_sft", "20_reward", "30_ppo")
+
+
+def run_stage(name: str, *flags, check: bool = True, **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, **kwargs)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def last_line(done: subprocess.CompletedProcess) -> str:
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A finished tiny run."""
+    run = tmp_path_factory.mktemp("a run with blanks") / "tiny run"
+    command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (run / "console.txt").write_text(done.stdout)
+    return run
+
+
+# ---- exactness ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", TRAINED)
+def test_resume_and_continuous_are_equal_bit_for_bit(tiny, stage):
+    proof = read_json(tiny / "outputs" / stage / "check" / "proof.json")
+    assert proof["equal"] and not proof["differences"]
+    assert proof["sha256"]["resume"] == proof["sha256"]["continuous"]
+    assert {"state", "adapter.safetensors", "metrics.jsonl"} <= set(proof["sha256"]["resume"])
+
+
+def test_interrupt_really_stopped_in_the_middle(tiny):
+    stop = PROFILES["tiny"]["ppo"]["stop_at"]
+    rows = read_jsonl(tiny / "outputs/30_ppo/interrupt/metrics.jsonl")
+    assert [row["iteration"] for row in rows] == list(range(1, stop + 1))
+    rows = read_jsonl(tiny / "outputs/30_ppo/resume/metrics.jsonl")
+    iterations = PROFILES["tiny"]["ppo"]["iterations"]
+    assert [row["iteration"] for row in rows] == list(range(1, iterations + 1))  # each step once
+
+
+def test_check_fails_when_one_bit_differs(tiny, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(tiny, run)
+    metrics = run / "outputs/10_sft/resume/metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes().replace(b'"update": 1,', b'"update": 1 ,', 1))
+    done = run_stage("10_sft", "--run-dir", run, "--variant", "check", check=False)
+    assert done.returncode != 0 and "metrics.jsonl" in last_line(done)
+
+
+# ---- what the run learned -------------------------------------------------------------------------
+
+
+def test_reward_model_prefers_the_chosen_answers_of_the_test_pairs(tiny):
+    accuracy = read_json(tiny / "outputs/50_evaluate/results.json")["reward_accuracy"]["all"]
+    assert accuracy["pairs"] == 180 and accuracy["accuracy"] >= 0.9
+
+
+def test_sft_succeeds_well_above_its_base(tiny):
+    from kernel.chat import Chat
+    from kernel.rollout import as_lists, sample
+    from kernel.rubric import rubric
+    from kernel.score import pad_prompts
+
+    config = read_json(tiny / "config.json")["common"]
+    config["model_dir"] = str(ROOT / config["model_dir"])
+    chat = Chat(config)
+    labels = {row["id"]: row for row in read_jsonl(tiny / "data/heldout/labels.jsonl")}
+    rows = [r for r in read_jsonl(tiny / "data/heldout/prompts.jsonl") if r["population"] == "test"]
+    base = make_role("actor", config, torch.device("cpu"), seed=49)  # B = 0: the bare base
+    successes = 0
+    for start in range(0, len(rows), 30):
+        part = rows[start : start + 30]
+        prompt_ids, mask = pad_prompts([chat.prompt_ids(r["prompt"]) for r in part], 0, "cpu")
+        rollout = sample(base, prompt_ids, mask, 64, chat.eos_id, chat.pad_id)
+        for row, ids, end in zip(part, as_lists(rollout.batch)[1], rollout.finished):
+            finish = "eos" if end else "length"
+            verdict = rubric(row["prompt"], chat.decode(ids), finish, labels[row["id"]])
+            successes += verdict["success"]
+    sft = read_json(tiny / "outputs/50_evaluate/results.json")["results"]["sft"]["test"]
+    assert sft["success_rate"] >= successes / len(rows) + 0.3
+
+
+def test_ppo_raises_the_learned_score_on_the_distinct_heldout_prompts(tiny):
+    difference = read_json(tiny / "outputs/50_evaluate/results.json")["differences"]["score"]
+    assert difference["pairs"] == 200 and difference["low"] > 0
+
+
+# ---- the records can be recomputed ----------------------------------------------------------------
+
+
+def test_rewards_advantages_and_returns_follow_from_the_stored_rollouts(tiny):
+    c = PROFILES["tiny"]["ppo"]
+    rows = read_jsonl(tiny / "outputs/30_ppo/continuous/rollouts.jsonl")
+    assert len(rows) == c["iterations"] * c["rollouts"]
+    for row in rows[:: max(len(rows) // 50, 1)]:
+        T = len(row["response_ids"])
+        rewards = [
+            -c["kl_coef"] * (o - r) for o, r in zip(row["old_logprobs"], row["ref_logprobs"])
+        ]
+        rewards[-1] += row["score"] - row["center"]
+        if row["finish_reason"] == "length":
+            rewards[-1] += c["cutoff_penalty"]
+        assert rewards == pytest.approx(row["rewards"], abs=1e-4)
+        advantage, next_value = 0.0, 0.0
+        for t in reversed(range(T)):
+            delta = rewards[t] + c["gamma"] * next_value - row["old_values"][t]
+            advantage = delta + c["gamma"] * c["gae_lambda"] * advantage
+            assert advantage == pytest.approx(row["advantages"][t], abs=1e-3)
+            assert advantage + row["old_values"][t] == pytest.approx(row["returns"][t], abs=1e-3)
+            next_value = row["old_values"][t]
+
+
+def test_first_logits_give_the_first_logprob_by_hand(tiny):
+    logits = load_file(tiny / "outputs/30_ppo/continuous/first_logits.safetensors")
+    assert len(logits) == 2
+    rows = {r["rollout"]: r for r in read_jsonl(tiny / "outputs/30_ppo/continuous/rollouts.jsonl")}
+    for name, values in logits.items():
+        numbers = values.double().tolist()
+        top = max(numbers)
+        log_sum = top + math.log(sum(math.exp(x - top) for x in numbers))
+        by_hand = numbers[rows[name]["response_ids"][0]] - log_sum
+        assert by_hand == pytest.approx(rows[name]["old_logprobs"][0], abs=1e-5)
+
+
+def test_policy_starts_at_its_reference(tiny):
+    first, *_, last = read_jsonl(tiny / "outputs/30_ppo/continuous/metrics.jsonl")
+    assert first["kl"] == 0.0  # exactly: the same bits on both sides (case B03)
+    assert last["kl"] > 0
+    assert first["scoring_gap"] < 1e-4  # float32: cached sampling against one pass (case B09)
+    assert first["clip_fraction_1"] == 0.0
+    rollouts = read_jsonl(tiny / "outputs/30_ppo/continuous/rollouts.jsonl")
+    assert all(k >= -1e-6 for row in rollouts for k in row["kl"])
+
+
+def test_response_ids_and_finish_reasons_agree(tiny):
+    for row in read_jsonl(tiny / "outputs/30_ppo/continuous/rollouts.jsonl"):
+        ids = row["response_ids"]
+        assert 2 not in ids[:-1] and 1 <= len(ids) <= 64
+        assert (ids[-1] == 2) == (row["finish_reason"] == "eos")
+        assert row["finish_reason"] == "eos" or len(ids) == 64
+
+
+def test_phases_add_up_to_the_total(tiny):
+    for row in read_jsonl(tiny / "outputs/30_ppo/continuous/timings.jsonl"):
+        total = row.pop("total")
+        row.pop("iteration")
+        assert sum(row.values()) == pytest.approx(total, rel=0.02)
+
+
+def test_all_json_is_strict(tiny):
+    def refuse(word):
+        raise AssertionError(f"bare {word}")
+
+    files = [*tiny.rglob("*.jsonl"), *tiny.rglob("*.json")]
+    assert len(files) > 20
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        for part in text.splitlines() if path.suffix == ".jsonl" else [text]:
+            json.loads(part, parse_constant=refuse)
+
+
+def test_every_record_names_its_parents_up_to_corpus_and_base(tiny):
+    model = read_json(tiny / "config.json")["model"]
+    audited = read_json(tiny / "data/manifest.json")["sha256"]
+    seen = 0
+    for path in tiny.glob("outputs/**/record.json"):
+        record = read_json(path)
+        assert record["identity"]["model"] == model
+        for name, want in record["identity"]["parents"].items():
+            assert sha256_file(tiny / name) == want
+            if name.startswith("data/"):
+                assert audited[name.removeprefix("data/")] == want
+            seen += 1
+        for name, want in record["outputs"].items():
+            assert sha256_file(tiny / name) == want
+    assert seen >= 20
+
+
+def test_adapter_files_hold_what_the_final_state_holds(tiny):
+    from kernel.state import load_state, newest_state
+
+    state, _ = load_state(newest_state(tiny / "checkpoints/30_ppo/continuous")[0])
+    saved = load_file(tiny / "checkpoints/30_ppo/continuous/adapter.safetensors")
+    assert saved.keys() == state["roles"]["actor"].keys()
+    assert all(torch.equal(saved[name], state["roles"]["actor"][name]) for name in saved)
+    sft = load_file(tiny / "checkpoints/10_sft/continuous/adapter.safetensors")
+    reference = state["roles"]["reference"]
+    assert all(torch.equal(sft[name], reference[name]) for name in sft)  # never moved
+    assert any(not torch.equal(sft[name], saved[name]) for name in sft)
+
+
+def test_reloaded_reward_model_scores_bit_for_bit_in_a_new_process(tiny):
+    """Case B04: the scores of stage 60 come back exactly from the file alone, under another seed."""
+    code = f"""
+import sys, torch; sys.path.insert(0, {str(ROOT)!r}); torch.set_num_threads(1); torch.manual_seed(7)
+from kernel.chat import Chat
+from kernel.data import read_json, read_jsonl
+from kernel.model import load_adapter, make_role
+from kernel.score import learned_reward
+from pathlib import Path
+run = Path({str(tiny)!r}); config = read_json(run / "config.json"); common = config["common"]
+common["model_dir"] = {str(ROOT)!r} + "/" + common["model_dir"]
+reward = make_role("reward", common, torch.device("cpu"), seed=1234, head="normal")
+load_adapter(run / "checkpoints/20_reward/continuous/adapter.safetensors", reward, common,
+             config["model"]["base_sha256"])
+rows = read_jsonl(run / "outputs/60_probe/probes.jsonl")
+pairs = Chat(common).encode_answers(rows, "candidate", "probes")
+scores = learned_reward(reward, 0, torch.device("cpu"))(*zip(*pairs)).tolist()
+assert scores == [row["score"] for row in rows]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_probe_contexts_get_one_greedy_answer_each(tiny):
+    answers = {}
+    for row in read_jsonl(tiny / "outputs/40_generate/generations.jsonl"):
+        answers.setdefault((row["policy"], row["context"]), set()).add(tuple(row["response_ids"]))
+    assert len(answers) == 400 and all(len(found) == 1 for found in answers.values())
+
+
+def test_generations_and_score_tables_agree(tiny):
+    rows = read_jsonl(tiny / "outputs/50_evaluate/answers.jsonl")
+    results = read_json(tiny / "outputs/50_evaluate/results.json")["results"]
+    assert len(rows) == 520
+    for policy in ("sft", "ppo"):
+        test = [r for r in rows if r["policy"] == policy and r["population"] == "test"]
+        assert results[policy]["test"]["success"] == sum(r["verdict"]["success"] for r in test)
+        mean = sum(r["score"] for r in test) / len(test)
+        assert results[policy]["test"]["mean_score"] == pytest.approx(mean, abs=1e-6)
+    assert "Verdict:" in (tiny / "outputs/50_evaluate/table.md").read_text()
+
+
+# ---- running again ----------------------------------------------------------------------------------
+
+
+def test_a_second_run_skips_every_finished_stage(tiny):
+    before = {p: p.stat().st_mtime_ns for p in tiny.glob("checkpoints/**/*.safetensors")}
+    command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(tiny)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished before, inputs unchanged, skipped") >= 6
+    assert before == {p: p.stat().st_mtime_ns for p in tiny.glob("checkpoints/**/*.safetensors")}
+
+
+def test_a_finished_stage_with_other_settings_is_refused_and_untouched(tiny):
+    adapter = tiny / "checkpoints/10_sft/continuous/adapter.safetensors"
+    before = sha256_file(adapter)
+    done = run_stage("10_sft", "--run-dir", tiny, "--learning-rate", "0.5", check=False)
+    assert done.returncode != 0
+    assert "sft.learning_rate: 0.01 -> 0.5" in last_line(done)
+    assert sha256_file(adapter) == before
+
+
+def test_redo_replaces_the_stage_and_everything_behind_it_notices(tiny, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(tiny, run)
+    flags = ("--run-dir", run, "--epochs", "0.1")
+    done = run_stage("10_sft", *flags, "--redo")
+    assert "made again, because its inputs changed" in done.stdout
+    done = run_stage("30_ppo", "--run-dir", run, check=False)
+    assert done.returncode != 0 and "10_sft/continuous/adapter.safetensors" in last_line(done)
+
+
+def test_missing_inputs_name_the_stage_that_makes_them(tiny, tmp_path):
+    run = tmp_path / "fresh"
+    done = run_stage("10_sft", "--run-dir", run, "--profile", "tiny", check=False)
+    assert done.returncode != 0 and "run 00_prepare.py first" in last_line(done)
+    run_stage("00_prepare", "--run-dir", run, "--profile", "tiny")
+    done = run_stage("30_ppo", "--run-dir", run, check=False)
+    assert done.returncode != 0 and "run 10_sft.py first" in last_line(done)
+    done = run_stage("20_reward", "--run-dir", run, "--variant", "resume", check=False)
+    assert done.returncode != 0 and "--variant interrupt first" in last_line(done)
+
+
+def test_resume_under_other_settings_is_refused(tiny, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(tiny, run)
+    shutil.rmtree(run / "outputs/20_reward/resume")
+    shutil.rmtree(run / "checkpoints/20_reward/resume")
+    flags = ("--run-dir", run, "--variant", "resume", "--learning-rate", "0.5")
+    done = run_stage("20_reward", *flags, check=False)
+    assert done.returncode != 0 and "reward.learning_rate" in last_line(done)
+    assert not (run / "checkpoints/20_reward/resume").exists()
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on_exactly(tiny, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(tiny, run)
+    for kind in ("outputs", "checkpoints"):
+        shutil.rmtree(run / kind / "10_sft" / "continuous")
+    command = [sys.executable, str(ROOT / "10_sft.py"), "--run-dir", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = run / "outputs/10_sft/continuous/metrics.jsonl"
+    deadline = time.time() + 60
+    while time.time() < deadline and (not metrics.exists() or metrics.read_text().count("\n") < 5):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert "Run the same command again to go on" in out
+    done = run_stage("10_sft", "--run-dir", run)
+    assert "going on after update" in done.stdout
+    for name in ("checkpoints/10_sft/continuous/adapter.safetensors",
+                 "outputs/10_sft/continuous/metrics.jsonl"):  # fmt: skip
+        assert sha256_file(run / name) == sha256_file(tiny / name)
+
+
+def test_plain_sampling_without_a_cache_gives_the_same_answers(tiny, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(tiny, run)
+    shutil.rmtree(run / "outputs/40_generate")
+    run_stage("40_generate", "--run-dir", run, "--no-cache")
+    path = "outputs/40_generate/generations.jsonl"
+    cached, plain = read_jsonl(tiny / path), read_jsonl(run / path)
+    assert [row["response_ids"] for row in cached] == [row["response_ids"] for row in plain]
+
+
+# ---- bad input ------------------------------------------------------------------------------------
+
+BAD = [
+    (("10_sft", "--no-such-flag"), "unrecognized arguments"),
+    (("00_prepare", "--profile", "huge"), "invalid choice"),
+    (("10_sft", "--run-dir", "RUN", "--profile", "smollm2"), "belongs to profile tiny"),
+    (("10_sft", "--run-dir", "RUN", "--batch", "0"), "--batch must be positive"),
+    (("10_sft", "--run-dir", "RUN", "--learning-rate", "nan"), "must be a finite number"),
+    (("00_prepare", "--run-dir", "RUN", "--lora-r", "4"), "common.lora_r: 8 -> 4"),
+    (("00_prepare", "--run-dir", "NEW", "--profile", "tiny", "--model-dir", "/nowhere"), "config.json"),
+]
+
+
+@pytest.mark.parametrize("command,wanted", BAD, ids=[wanted for _, wanted in BAD])
+def test_bad_input_ends_in_one_clear_line(tiny, tmp_path, command, wanted):
+    places = {"RUN": str(tiny), "NEW": str(tmp_path / "new")}
+    done = run_stage(*[places.get(word, word) for word in command], check=False)
+    assert done.returncode != 0 and wanted in last_line(done)
+    assert "Traceback" not in done.stderr
+
+
+def test_an_edited_corpus_file_is_refused(tiny, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(tiny, run)
+    pairs = run / "data/train/pairs.jsonl"
+    held_out = read_jsonl(run / "data/heldout/pairs.jsonl")[0]
+    pairs.write_text(pairs.read_text() + json.dumps(held_out) + "\n")  # case B10: a leaked test row
+    for stage in ("20_reward", "00_prepare"):
+        done = run_stage(stage, "--run-dir", run, check=False)
+        assert done.returncode != 0 and "train/pairs.jsonl" in last_line(done)
+
+
+def test_unsupported_and_damaged_models_are_refused(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    flags = ("--profile", "tiny", "--run-dir", tmp_path / "run", "--model-dir", folder)
+    done = run_stage("00_prepare", *flags, check=False)
+    assert done.returncode != 0 and "GPT2LMHeadModel is not supported" in last_line(done)
+    shutil.rmtree(folder)
+    shutil.copytree(ROOT / "models/tiny", folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    run_stage("00_prepare", "--profile", "tiny", "--run-dir", tmp_path / "run2")
+    done = run_stage("00_prepare", *flags, check=False)
+    assert done.returncode != 0 and "model" in last_line(done) and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_place_is_told_in_the_first_second(tmp_path):
+    tmp_path.chmod(0o500)
+    flags = ("--profile", "tiny", "--run-dir", tmp_path / "run")
+    done = run_stage("00_prepare", *flags, check=False)
+    assert done.returncode != 0 and "cannot write" in last_line(done)
+
+
+def test_an_output_place_that_is_a_file_is_told_at_once(tmp_path):
+    (tmp_path / "run").write_text("")
+    flags = ("--profile", "tiny", "--run-dir", tmp_path / "run")
+    done = run_stage("00_prepare", *flags, check=False)
+    assert done.returncode != 0 and "cannot write" in last_line(done)
+
+
+def test_run_all_stops_at_a_failing_stage_and_names_it(tiny, tmp_path):
+    """Case B45: the status of the stage survives, and nothing behind it is started."""
+    run = tmp_path / "copy"
+    shutil.copytree(tiny, run)
+    adapter = run / "checkpoints/10_sft/continuous/adapter.safetensors"
+    adapter.write_bytes(b"x" + adapter.read_bytes()[1:])
+    command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "10_sft failed with status 1" in done.stderr
+    assert "20_reward" not in done.stdout
+
+
+def test_load_adapter_of_another_base_is_refused(tiny):
+    config = read_json(tiny / "config.json")["common"]
+    config["model_dir"] = str(ROOT / config["model_dir"])
+    role = make_role("actor", config, torch.device("cpu"), seed=49)
+    adapter = tiny / "checkpoints/10_sft/continuous/adapter.safetensors"
+    with pytest.raises(ValueError, match="base_sha256"):
+        load_adapter(adapter, role, config, "0" * 64)
