@@ -4,6 +4,8 @@ Each is built in a hidden folder and renamed when it is complete and checked, so
 final name is always whole.
 """
 
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -33,6 +35,9 @@ CHATML = (
 def acquire(base: dict, models: Path, corpus: dict[str, list[dict]]) -> Path:
     """The model folder of a profile's base, made or fetched if it is not there yet."""
     folder = models / base["folder"]
+    if base["source"] == "tiny":  # made from corpus text: another text or recipe is another model
+        made_from = json.dumps([base, tiny_texts(corpus)])
+        folder = folder.with_name(f"tiny-{hashlib.sha256(made_from.encode()).hexdigest()[:8]}")
     if folder.is_dir():
         source = folder / "source.json"
         if source.is_file() and read_json(source) == base:
@@ -45,7 +50,7 @@ def acquire(base: dict, models: Path, corpus: dict[str, list[dict]]) -> Path:
     elif base["source"] == "hub":
         from_hub(base, folder)
     else:
-        make_tiny(base, folder, corpus)
+        make_tiny(base, folder, *tiny_texts(corpus))
     return folder
 
 
@@ -136,12 +141,16 @@ def from_hub(base: dict, folder: Path) -> None:
     publish(work, folder, base)
 
 
-def make_tiny(base: dict, folder: Path, corpus: dict[str, list[dict]]) -> None:
+def tiny_texts(corpus: dict[str, list[dict]]) -> tuple[list[str], list[str]]:
+    """Prompts and answers of the training pairs."""
+    pairs = corpus["train/pairs.jsonl"]
+    answers = [row[side] for row in pairs for side in ("chosen", "rejected")]
+    return [row["prompt"] for row in pairs], answers
+
+
+def make_tiny(base: dict, folder: Path, prompts: list[str], answers: list[str]) -> None:
     """A small Qwen2 and its tokenizer, trained on training-split text with prompts and answers
     shuffled against each other: the base knows the language, not which answer fits which prompt."""
-    pairs = corpus["train/pairs.jsonl"]
-    prompts = [row["prompt"] for row in pairs]
-    answers = [row[side] for row in pairs for side in ("chosen", "rejected")]
     work = folder.with_name(f".{folder.name}.making")
     shutil.rmtree(work, ignore_errors=True)
     tokenizer = tiny_tokenizer(prompts + answers, base["vocabulary"])

@@ -19,12 +19,12 @@ SPLITS = {"train": 28, "validation": 6, "heldout": 6}  # families per action
 PROBES = 20
 
 CONTEXTS = {  # the problem, never the step that answers it
-    "resume_print_queue": "The printer is ready, but jobs wait in a stopped queue.",
+    "resume_print_queue": "The printer is ready, but its queue has stopped.",
     "check_cable": "The screen stays dark after the desk was moved.",
-    "restore_sound": "The speakers stay silent during a video call.",
-    "restore_wifi": "The laptop lost its wireless network.",
-    "save_document": "The report has edits that are not stored yet.",
-    "renew_session": "The web portal says the login has expired.",
+    "restore_sound": "There is no sound in a video call.",
+    "restore_wifi": "The laptop has lost its Wi-Fi.",
+    "save_document": "The document has edits that are not stored yet.",
+    "renew_session": "The web portal says the session has expired.",
 }
 HEADINGS = (
     "Ticket {family}, variant {variant}.",

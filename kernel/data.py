@@ -13,6 +13,7 @@ A corpus is a folder of JSONL files; 00_prepare.py writes it and every other sta
     manifest.json                fields, counts, sha256 of each file, the audit's result
 """
 
+import codecs
 import hashlib
 import json
 import math
@@ -38,7 +39,8 @@ def dumps(value) -> str:
 def read_jsonl(path: Path) -> list[dict]:
     """Rows of a UTF-8 JSONL file. Raises ValueError naming file and row."""
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -196,6 +196,9 @@ def load_adapter(path: Path, role: Role, config: dict, base_sha256: str) -> None
     for key, value in adapter_meaning(config, base_sha256).items():
         if meaning.get(key) != value:
             raise ValueError(f"{path}: {key} is {meaning.get(key)}, this run has {value}")
+    wanted = {"reward": "reward", "critic": "actor"}.get(role.name, "actor")
+    if meaning.get("role") not in (wanted, role.name):
+        raise ValueError(f"{path}: holds the role '{meaning.get('role')}', wanted '{wanted}'")
     if role.name == "critic" and meaning.get("role") == "actor":
         state |= {n: t for n, t in role.learned_state().items() if n.startswith("head.")}
     role.load_learned(state, str(path))

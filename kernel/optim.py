@@ -43,13 +43,21 @@ class Optimizer:
             raise FloatingPointError(
                 f"{what}: the loss is {loss.item()}; stopped before the update"
             )
-        lr = learning_rate(self.updates, self.total, self.peak, self.warmup, self.final)
-        norm = torch.nn.utils.clip_grad_norm_(self.named.values(), self.max_grad_norm)
-        if not torch.isfinite(norm):
-            bad = [n for n, p in self.named.items() if not torch.isfinite(p.grad).all()]
-            raise FloatingPointError(
-                f"{what}: gradient norm is {norm.item()}, first in {bad[:1]}; stopped before the update"
+        grads = {name: p.grad for name, p in self.named.items() if p.grad is not None}
+        if len(grads) != len(self.named):
+            idle = [name for name in self.named if name not in grads]
+            raise ValueError(
+                f"{what}: {len(idle)} trained tensors got no gradient, first {idle[0]}"
             )
+        norm = torch.nn.utils.get_total_norm(grads.values())
+        if not torch.isfinite(norm):  # looked at before clipping, which would spread a NaN to all
+            bad = next(name for name, grad in grads.items() if not torch.isfinite(grad).all())
+            raise FloatingPointError(
+                f"{what}: the gradient norm is {norm.item()}, first in {bad}; "
+                "stopped before the update"
+            )
+        torch.nn.utils.clip_grads_with_norm_(self.named.values(), self.max_grad_norm, norm)
+        lr = learning_rate(self.updates, self.total, self.peak, self.warmup, self.final)
         self.adamw.param_groups[0]["lr"] = lr
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
@@ -70,13 +78,19 @@ class Optimizer:
         if list(state["moments"]) != list(self.named):
             odd = sorted(set(state["moments"]) ^ set(self.named)) or "the order"
             raise ValueError(f"optimiser state does not fit the parameters; they differ in {odd}")
+        wanted = {"step", "exp_avg", "exp_avg_sq"} if state["updates"] else set()
         for name, p in self.named.items():
-            for key, value in state["moments"][name].items():
-                if key != "step" and (value.shape != p.shape or value.dtype != torch.float32):
+            moments = state["moments"][name]
+            if moments.keys() != wanted:
+                raise ValueError(f"optimiser state of {name} holds {sorted(moments)}")
+            for key, value in moments.items():
+                shape = () if key == "step" else p.shape
+                if value.shape != shape or value.dtype != torch.float32:
                     raise ValueError(
-                        f"optimiser {key} of {name}: {tuple(value.shape)} {value.dtype}"
+                        f"optimiser {key} of {name} is {tuple(value.shape)} {value.dtype}"
                     )
-            moved = {k: v.clone().to(p.device) for k, v in state["moments"][name].items()}
-            if moved:
-                self.adamw.state[p] = moved
+        for name, p in self.named.items():  # only now: a refused state leaves nothing half-loaded
+            moments = state["moments"][name]
+            if moments:
+                self.adamw.state[p] = {k: v.clone().to(p.device) for k, v in moments.items()}
         self.updates = state["updates"]

@@ -20,12 +20,12 @@ not False. A refusal has no action; it is not relevant, certain or polite.
 from __future__ import annotations
 
 PHRASES = {  # action name -> imperative phrase; the order defines the action indices 0..5
-    "resume_print_queue": "resume the paused print queue",
+    "resume_print_queue": "resume the print queue",
     "check_cable": "check for an unplugged cable",
-    "restore_sound": "switch the muted sound back on",
-    "restore_wifi": "turn the Wi-Fi back on",
-    "save_document": "save the open document",
-    "renew_session": "sign in again to renew the session",
+    "restore_sound": "restore the sound",
+    "restore_wifi": "restore the Wi-Fi",
+    "save_document": "save the document",
+    "renew_session": "renew the session",
 }
 ACTIONS = tuple(PHRASES)
 

@@ -192,7 +192,7 @@ MUTATIONS = {
     "prompt twice within a split": (put(T, 2, prompt=FIRST["prompt"]), T, 2, f"{T} row 1"),
     "demo prompt also a rollout": (put(R, 1, prompt=ROWS[D][0]["prompt"]), R, 1, f"{D} row 1"),
     "target in rollout row": (put(R, 4, expected_action=ACTIONS[0]), R, 4, "fields"),
-    "answer in rollout prompt": (put(R, 4, prompt="OH000: Resume the paused print queue!"), R, 4,
+    "answer in rollout prompt": (put(R, 4, prompt="OH000: Resume the print queue!"), R, 4,
                                  "gives an answer away"),
     "label in held-out prompts": (put(Q, 200, expected_action=ACTIONS[0]), Q, 200, "fields"),
     "field missing": (drop(L, 7, "expected_action"), L, 7, "fields"),

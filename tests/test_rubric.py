@@ -74,8 +74,8 @@ def test_near_misses_are_uncertified(sentence):
 
 
 @pytest.mark.parametrize("text", [
-    "Thank you. Thank you. Thank you.", "I would resume the paused print queue.", "yes", "!!!",
-    "You could resume the paused print queue or save the open document and see whether that helps.",
+    "Thank you. Thank you. Thank you.", "I would resume the print queue.", "yes", "!!!",
+    "You could resume the print queue or save the document and see whether that helps.",
 ])
 def test_other_prose_is_uncertified(text):
     assert evaluate_response(text, "eos", ACTIONS[0])["status"] == "UNCERTIFIED"

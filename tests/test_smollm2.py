@@ -1,8 +1,8 @@
 """A few updates of every trained stage on the real SmolLM2-135M weights, in bfloat16.
 
 Proves that the default profile's path works end to end on real weights: download and de-quantisation,
-chat template, 210 adapted projections, four roles, an exact resume of one PPO iteration. It learns nothing
-in so few updates; the full run's result is in the README. A minute or two.
+chat template, 210 adapted projections, four roles, an exact resume of one PPO iteration. It learns
+nothing in so few updates; the full result is in the README. A minute or two.
 """
 
 import subprocess
