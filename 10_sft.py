@@ -65,7 +65,7 @@ optimizer = Optimizer(actor.learned(), total, config["learning_rate"], config)
 
 # ---- resume -------------------------------------------------------------------------------------
 
-stop = one_epoch if stage.variant == "interrupt" else total  # `interrupt` ends after epoch 1
+stop = stage.stop_at(one_epoch, total)  # `interrupt` ends after epoch 1
 saved, done = stage.restore()
 history = []
 if saved:

@@ -21,7 +21,7 @@ from kernel.data import Draws, read_jsonl, spread, updates_for
 from kernel.model import check_isolation, fingerprint, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.preference import bradley_terry_loss, pair_accuracy
-from kernel.score import make_batch, response_scores
+from kernel.score import pair_scores
 from kernel.stage import Phases, Stage
 
 READS = ["data/train/pairs.jsonl", "data/validation/pairs.jsonl"]
@@ -64,7 +64,7 @@ optimizer = Optimizer(reward.learned(), total, config["learning_rate"], config)
 
 # ---- resume -------------------------------------------------------------------------------------
 
-stop = max(total // 2, 1) if stage.variant == "interrupt" else total
+stop = stage.stop_at(total // 2, total)  # `interrupt` ends half way
 saved, done = stage.restore()
 history = []
 if saved:
@@ -78,19 +78,14 @@ timings = stage.records("timings.jsonl", done)
 # ---- loop ---------------------------------------------------------------------------------------
 
 
-def pair_scores(pairs: list[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
-    """chosen_scores, rejected_scores, (B,) each, from one forward pass over 2B rows."""
-    prompts, chosen, rejected = zip(*pairs)
-    batch = make_batch(prompts + prompts, chosen + rejected, chat.pad_id, device)
-    chosen_scores, rejected_scores = response_scores(reward, batch).chunk(2)
-    return chosen_scores, rejected_scores
-
-
 @torch.no_grad()
 def validate() -> dict:
     """Loss and accuracy on the validation pairs."""
     size = config["micro_batch"]
-    parts = [pair_scores(validation[i : i + size]) for i in range(0, len(validation), size)]
+    parts = [
+        pair_scores(reward, *zip(*validation[i : i + size]), chat.pad_id, device)
+        for i in range(0, len(validation), size)
+    ]
     chosen_scores, rejected_scores = (torch.cat(side) for side in zip(*parts))
     loss = bradley_terry_loss(chosen_scores, rejected_scores)
     accuracy = pair_accuracy(chosen_scores, rejected_scores)["accuracy"]
@@ -106,7 +101,9 @@ for update in bar:
     with phases("optimisation"):
         for start in range(0, len(window), config["micro_batch"]):
             part = window[start : start + config["micro_batch"]]
-            chosen_scores, rejected_scores = pair_scores(part)
+            chosen_scores, rejected_scores = pair_scores(
+                reward, *zip(*part), chat.pad_id, device
+            )  # (B,)
             share = len(part) / len(window)  # parts add up to the window's mean over its pairs
             part_loss = bradley_terry_loss(chosen_scores, rejected_scores) * share
             part_loss.backward()

@@ -123,11 +123,7 @@ if config["center_scores"]:
 
 # ---- resume: only between iterations, so no rollout is ever pending or repeated -----------------
 
-stop = (
-    min(config["stop_at"], config["iterations"])
-    if stage.variant == "interrupt"
-    else config["iterations"]
-)
+stop = stage.stop_at(config["stop_at"], config["iterations"])
 saved, done = stage.restore()
 history, consumed, first_logits = [], [], {}
 if saved:

@@ -155,7 +155,7 @@ def make_tiny(base: dict, folder: Path, prompts: list[str], answers: list[str]) 
     shutil.rmtree(work, ignore_errors=True)
     tokenizer = tiny_tokenizer(prompts + answers, base["vocabulary"])
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)  # fixed: the same bits whatever the caller's thread count
+    torch.set_num_threads(1)  # fixed: the same bits whatever the caller's thread count
     try:
         model = pretrain_tiny(base, tokenizer, prompts, answers)
     finally:

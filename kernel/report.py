@@ -36,7 +36,8 @@ def summarise(rows: list[dict]) -> dict:
     verdicts = [row["verdict"] for row in rows]
     recognised = [v for v in verdicts if v["recognised"]]
     success = sum(v["success"] for v in verdicts)
-    relevant = sum(bool(v["relevant"]) for v in recognised)
+    judged = [v for v in recognised if v["relevant"] is not None]  # None: no expected action known
+    relevant = sum(v["relevant"] for v in judged)
     certain = sum(bool(v["unsupported_certainty"]) for v in recognised)
 
     def mean(key: str) -> float | None:
@@ -50,7 +51,7 @@ def summarise(rows: list[dict]) -> dict:
         "recognised_rate": rate(len(recognised), len(rows)),
         "uncertified": sum(v["status"] == "UNCERTIFIED" for v in verdicts),
         "relevant": relevant,
-        "relevant_rate": rate(relevant, len(recognised)),
+        "relevant_rate": rate(relevant, len(judged)),
         "unsupported_certainty": certain,
         "unsupported_certainty_rate": rate(certain, len(recognised)),
         "polite_rate": rate(sum(bool(v["polite"]) for v in recognised), len(recognised)),
@@ -94,6 +95,8 @@ def verdict(score: dict, rubric: dict) -> tuple[str, str]:
             "The learned score rose, the independent rubric did not clearly move: what PPO gained is "
             "not certified by the rubric."
         )
+    if better:
+        return "rubric up", "The independent rubric rose, the learned score did not clearly."
     if worse:
         return "worse", "The learned score did not rise, and the independent rubric fell."
     return "no clear change", "The learned score did not clearly rise."

@@ -100,6 +100,54 @@ def response_scores(role: Role, batch: Batch) -> torch.Tensor:
     return role.head(hidden_states(role, batch)[rows, last].float())[:, 0]
 
 
+def pair_scores(
+    reward: Role,
+    prompts: list[list[int]],
+    chosen: list[list[int]],
+    rejected: list[list[int]],
+    pad_id: int,
+    device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """chosen_scores and rejected_scores, (B,) FP32 each, with the shared prompt read only once.
+
+        input_ids   [pad prompt]   [chosen pad]   [rejected pad]          (B, P + C + R)
+        position     0 .. n-1       n, n+1, ..     n, n+1, ..
+
+    Both answers follow the prompt and neither sees the other; about a third of the tokens is saved.
+    The plain twin is `response_scores` on 2B rows, to which the tests hold this.
+    """
+    left = make_batch(prompts, chosen, pad_id, device)
+    right = make_batch(prompts, rejected, pad_id, device)
+    P, C = left.prompt_ids.shape[1], left.response_ids.shape[1]
+    input_ids = torch.cat([left.prompt_ids, left.response_ids, right.response_ids], 1)
+    real = torch.cat([left.prompt_mask, left.response_mask, right.response_mask], 1)  # (B, L)
+    L = input_ids.shape[1]
+    column = torch.arange(L, device=device)
+    sees = column[:, None] >= column[None, :]  # (L, L) causal: query column, key column
+    sees = sees & ~((column[:, None] >= P + C) & (column[None, :] >= P) & (column[None, :] < P + C))
+    sees = sees[None, None] & real[:, None, None, :]  # (B, 1, L, L)
+    lowest = torch.finfo(
+        reward.lm.dtype
+    ).min  # not -inf: a pad query that sees nothing stays finite
+    bias = torch.zeros(sees.shape, dtype=reward.lm.dtype, device=device).masked_fill(~sees, lowest)
+    length = left.prompt_mask.sum(1, keepdim=True)  # (B, 1) = n
+    positions = (left.prompt_mask.long().cumsum(1) - 1).clamp(min=0)
+    after = [length + torch.arange(width, device=device) for width in (C, L - P - C)]
+    hidden = reward.lm.model(
+        input_ids=input_ids,
+        attention_mask=bias,
+        position_ids=torch.cat([positions, *after], 1),
+        use_cache=False,
+    ).last_hidden_state
+    rows = torch.arange(len(prompts), device=device)
+    last_chosen = P + left.response_mask.sum(1) - 1  # column of the last active token, by the mask
+    last_rejected = P + C + right.response_mask.sum(1) - 1
+    scores = [
+        reward.head(hidden[rows, last].float())[:, 0] for last in (last_chosen, last_rejected)
+    ]
+    return scores[0], scores[1]
+
+
 def learned_reward(reward: Role, pad_id: int, device):
     """The trained reward model as a reward function: lists of (prompt ids, response ids) -> (B,) FP32.
 

@@ -11,6 +11,8 @@ record.json names the sha256 of every input and output and the identity under wh
 finished stage is skipped while they still hold, and refused when they do not.
 """
 
+import fcntl
+import os
 import platform
 import resource
 import shutil
@@ -79,12 +81,15 @@ class Stage:
         self.identity = {
             "profile": self.profile,
             "common": shared["common"],
-            section: self.settings,
+            # where an interrupt stops changes no result, so a resume need not repeat the flag
+            section: {key: value for key, value in self.settings.items() if key != "stop_at"},
             "model": self.model,
             "parents": self.parents,
             "code": code_sha256(name),
             "versions": versions(),
         }
+        check_writable(self.outputs.parent)
+        self._lock(self.outputs.parent / f".{self.variant or name}.lock")
         if self.variant != "check":
             self._skip_or_refuse()
         check_writable(self.outputs)
@@ -119,6 +124,21 @@ class Stage:
         print(f"{label}: finished before, inputs unchanged, skipped. {record['figure']}")
         sys.exit(0)
 
+    def _lock(self, path: Path) -> None:
+        """One process per variant. The system drops the lock with its owner, so none can go stale."""
+        self.lock = path.open("a+")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            owner = self.lock.read().strip() or "unknown"
+            raise ValueError(
+                f"process {owner} is already working on {self.rel(self.outputs)} in {self.dir}"
+            ) from None
+        self.lock.truncate(0)
+        self.lock.write(str(os.getpid()))
+        self.lock.flush()
+
     def _remove_old(self) -> None:
         for folder in (self.checkpoints, self.outputs):
             shutil.rmtree(folder, ignore_errors=True)
@@ -128,6 +148,14 @@ class Stage:
             raise KeyboardInterrupt
         self.stopping = True
         print("\nfinishing this update, then saving (Ctrl-C again: stop at once)", file=sys.stderr)
+
+    def stop_at(self, planned: int, total: int) -> int:
+        """The last update of this process: `planned` for --variant interrupt, else all of `total`."""
+        if self.variant != "interrupt":
+            return total
+        if total < 2:
+            raise ValueError("--variant interrupt needs at least two updates to stop between")
+        return min(planned, total - 1)
 
     def restore(self) -> tuple[dict | None, int]:
         """(state, updates done): the newest complete state of this variant, or the interrupted one."""

