@@ -70,6 +70,7 @@ parser.add_argument("--gamma", type=float)
 parser.add_argument("--gae-lambda", type=float)
 parser.add_argument("--cutoff-penalty", type=float)
 parser.add_argument("--center-scores", action=BooleanOptionalAction, default=None)
+parser.add_argument("--log-every", type=int, default=10, help="iterations between sample texts")
 parser.add_argument(
     "--no-cache", action="store_true", help="sample by reading the whole prefix anew"
 )
