@@ -113,19 +113,28 @@ def wrong_action(index: int) -> int:
     return (index // PER_ACTION + 1 + index % 5) % 6
 
 
+def pair_variant(index: int, number: int) -> int:
+    """The prompt variant of pair P<number>: 0..4, shifted from family to family.
+
+    NOTE: if P1 always had variant 1, "variant 1" in the prompt would tell which style wins, and a
+    judge could order every pair without reading which action is right.
+    """
+    return (number + index // 5) % 5
+
+
 def _pairs(index: int) -> list[dict]:
     action, family = index // PER_ACTION, f"OH{index:03d}"
     return [
         {
-            "id": f"{family}-P{variant}",
+            "id": f"{family}-P{number}",
             "family": family,
-            "variant": variant,
-            **prompt_fields(family, variant, PAIR, action),
+            "variant": pair_variant(index, number),
+            **prompt_fields(family, pair_variant(index, number), PAIR, action),
             "chosen": response(action, *chosen),
             "rejected": response(wrong_action(index) if wrong else action, *rejected),
             "expected_action": ACTIONS[action],
         }
-        for variant, (chosen, (wrong, *rejected)) in enumerate(PAIRS)
+        for number, (chosen, (wrong, *rejected)) in enumerate(PAIRS)
     ]
 
 

@@ -142,9 +142,14 @@ def check_writable(folder: Path) -> None:
 
 
 def code_sha256(stage: str) -> dict[str, str]:
-    """sha256 of the stage's script and of every kernel module it has imported."""
+    """sha256 of the stage's script and of every kernel module it has imported.
+
+    Without kernel.profiles: that is data, and the values a stage took from it are in its config.
+    """
     paths = {f"{stage}.py": REPOSITORY / f"{stage}.py"}
     for name, module in sys.modules.items():
+        if name == "kernel.profiles":
+            continue
         if name.startswith("kernel.") and getattr(module, "__file__", None):
             paths[name] = Path(module.__file__)
     return {name: sha256_file(path) for name, path in sorted(paths.items())}

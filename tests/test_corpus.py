@@ -72,17 +72,26 @@ def test_pairs_of_two_families_by_hand(family, action, wrong):
     ]
 
 
+def test_the_variant_in_the_prompt_does_not_tell_the_pair_type():
+    seen = {(row["id"].split("-")[1], row["variant"]) for row in ROWS["train/pairs.jsonl"]}
+    assert len(seen) == 25  # every pair type under every variant
+    for action in range(6):  # and within every action
+        own = [row for row in ROWS["train/pairs.jsonl"] if int(row["family"][2:]) // 40 == action]
+        assert len({(row["id"].split("-")[1], row["variant"]) for row in own}) == 25
+
+
 def test_prompts_name_family_and_variant_and_are_distinct():
     rows = [row for file in (*PAIR_FILES, "train/demonstrations.jsonl", "train/prompts.jsonl")
             for row in ROWS[file]]
     prompts = [row["prompt"] for row in rows]
     normal = {" ".join(unicodedata.normalize("NFKC", text).casefold().split()) for text in prompts}
     assert len(prompts) == len(set(prompts)) == len(normal) == 2040
-    variants = {"P0": "0", "P1": "1", "P2": "2", "P3": "3", "P4": "4", "SFT": "7",
-                "RL0": "11", "RL1": "12", "RL2": "13", "RL3": "14"}
+    variants = {"SFT": "7", "RL0": "11", "RL1": "12", "RL2": "13", "RL3": "14"}
     for row in rows:
         kind = row["id"].split("-")[1]
-        variant = variants[kind]
+        index = int(row["family"][2:])
+        shifted = str((int(kind[1]) + index // 5) % 5) if kind[0] == "P" else None
+        variant = shifted or variants[kind]
         heading = row["prompt"].split(". ")[0]
         assert row["family"] in heading and heading.replace(row["family"], "").count(variant) == 1
         assert ("Source: preference card." in row["prompt"]) is (kind[0] == "P")
@@ -90,7 +99,7 @@ def test_prompts_name_family_and_variant_and_are_distinct():
         assert len(row["prompt"].split()) <= 40
     # Three headings in rotation: without family and number, 0, 1, 2 differ and 0 equals 3.
     shape = [row["prompt"].replace(row["family"], "").replace(str(row["variant"]), "")
-             for row in ROWS["train/pairs.jsonl"][:5]]
+             for row in sorted(ROWS["train/pairs.jsonl"][:5], key=lambda row: row["variant"])]
     assert len(set(shape[:3])) == 3 and shape[0] == shape[3] and shape[1] == shape[4]
 
 
