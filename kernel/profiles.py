@@ -93,7 +93,7 @@ PROFILES = {
         sft={"learning_rate": 2.5e-4},  # 2e-5 does not learn the form; 5e-4 leaves PPO no variety
         reward={
             "epochs": 1,
-            "learning_rate": 4e-4,  # one epoch is enough; 2e-4 takes twice the updates
+            "learning_rate": 4e-4,  # loss at update 27: 0.14, with 2e-4 still 0.48
             "validation_rows": 60,  # every third pair: validation selects nothing and costs a minute
         },
         ppo={
