@@ -212,10 +212,13 @@ def pretrain_tiny(
     for update in range(base["pretrain_updates"]):
         rows = []
         for _ in range(base["pretrain_batch"]):
+            prompt, answer = order.choice(prompts), order.choice(answers)  # any answer, not its own
+            if order.random() < base["pretrain_echo"]:
+                answer = prompt  # repeating the user teaches to look back, and nothing of the task
             messages = [
                 {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": order.choice(prompts)},
-                {"role": "assistant", "content": order.choice(answers)},  # any answer, not its own
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": answer},
             ]
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             rows.append(tokenizer(text.rstrip("\n"), add_special_tokens=False).input_ids)

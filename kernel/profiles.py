@@ -115,20 +115,20 @@ PROFILES = {
             "pretrain_updates": 160,
             "pretrain_batch": 16,
             "pretrain_lr": 3e-3,
+            "pretrain_echo": 0.5,  # share of chats in which the assistant repeats the user
             "seed": 49,
         },
         common={"base_dtype": "float32", "eos_id": 2, "pad_id": 0},
-        sft={
-            "epochs": 5,
-            "learning_rate": 1e-2,
-        },  # 3 epochs, or 5e-3: learns the form, not the action
-        reward={"epochs": 1, "learning_rate": 5e-3},
+        # 3 epochs at 7e-3: every second action wrong; 8 epochs: PPO finds nothing new to sample
+        sft={"epochs": 5, "learning_rate": 1e-2},
+        # 174 of 180 test pairs; 5e-3 learns the training families by heart (0.83 on validation)
+        reward={"epochs": 3, "learning_rate": 2e-3, "validation_rows": 60},
         ppo={
-            "iterations": 60,
-            "stop_at": 24,
-            "rollouts": 8,
+            "iterations": 40,
+            "stop_at": 16,
+            "rollouts": 16,  # 4 are too few for so noisy a policy
             "actor_lr": 1e-3,
-            "critic_lr": 3e-3,
+            "critic_lr": 5e-3,
             "center_scores": True,
         },
     ),

@@ -262,11 +262,18 @@ def test_tiny_is_readable_for_others_and_leaves_no_work_folder(tiny):
 
 def test_tiny_ids_and_template(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny[0], local_files_only=True)
-    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [
+        0,
+        1,
+        2,
+    ]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
     common = PROFILES["tiny"]["common"]
     assert (common["pad_id"], common["eos_id"]) == (0, 2)
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Wi-Fi, ünïcode ☕"}]
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "Wi-Fi, ünïcode ☕"},
+    ]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == (
         f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"

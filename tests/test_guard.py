@@ -422,7 +422,11 @@ def test_a_hard_linked_copy_of_a_run_still_works(run):
         if path.is_file():
             path.unlink()
             os.link(run / path.relative_to(other), path)
-    works(run, "10_sft", "[open(run / n) for n in reads]; open(own / 'continuous/adapter.safetensors')")
+    works(
+        run,
+        "10_sft",
+        "[open(run / n) for n in reads]; open(own / 'continuous/adapter.safetensors')",
+    )
     refused(run, "10_sft", "open(target)", other / HELDOUT[0])
 
 
@@ -436,7 +440,9 @@ def test_the_real_program_is_enclosed(tmp_path, stage, file):
     from kernel.model import model_sha256
     from kernel.profiles import PROFILES
 
-    shutil.copytree(ROOT / "kernel", tmp_path / "kernel", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "kernel", tmp_path / "kernel", ignore=shutil.ignore_patterns("__pycache__")
+    )
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}", encoding="utf-8")
@@ -445,7 +451,9 @@ def test_the_real_program_is_enclosed(tmp_path, stage, file):
     for name in FILES:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(SECRET, encoding="utf-8")
-    corpus = [n.removeprefix("data/") for n in FILES if n.startswith("data/") and "manifest" not in n]
+    corpus = [
+        n.removeprefix("data/") for n in FILES if n.startswith("data/") and "manifest" not in n
+    ]
     manifest = {"sha256": {name: sha256_file(run / "data" / name) for name in corpus}}
     (run / "data/manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     common = {**PROFILES["tiny"]["common"], "device": "cpu", "model_dir": str(model)}
@@ -463,4 +471,6 @@ def test_the_real_program_is_enclosed(tmp_path, stage, file):
     )  # fmt: skip
     assert "enclosed" in done.stdout and SECRET not in done.stdout
     assert done.returncode == 1, done.stderr
-    assert f"{stage}: error: this stage did not declare that it may read {run / file}" in done.stderr
+    assert (
+        f"{stage}: error: this stage did not declare that it may read {run / file}" in done.stderr
+    )

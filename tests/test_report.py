@@ -93,7 +93,9 @@ def rows(*places: tuple[str, str]) -> list[dict]:
 
 
 def test_populations():
-    held = rows(("test", "OH1"), ("probe", "PR0"), ("probe", "PR0"), ("test", "OH2"), ("probe", "PR1"))
+    held = rows(
+        ("test", "OH1"), ("probe", "PR0"), ("probe", "PR0"), ("test", "OH2"), ("probe", "PR1")
+    )
     got = {name: [row["n"] for row in population(held, name)] for name in POPULATIONS}
     assert got == {
         "test": [0, 3],

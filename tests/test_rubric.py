@@ -1,5 +1,6 @@
 """Proves that the rubric recognises its finite grammar, all of it and nothing else, and that an
 answer that was cut off, is empty or does not decode never passes."""
+
 import itertools
 
 import pytest
@@ -7,26 +8,51 @@ import pytest
 from kernel import rubric
 from kernel.rubric import ACTIONS, CLOSING, GRAMMAR, OPENING, REFUSALS, evaluate_response, response
 
-KEYS = {"recognised", "status", "reason", "action", "relevant", "unsupported_certainty", "polite",
-        "refusal", "rubric_success"}
-SENTENCES = [(action, form, polite)
-             for action in range(6) for form in range(3) for polite in (False, True)]
+KEYS = {
+    "recognised",
+    "status",
+    "reason",
+    "action",
+    "relevant",
+    "unsupported_certainty",
+    "polite",
+    "refusal",
+    "rubric_success",
+}
+SENTENCES = [
+    (action, form, polite) for action in range(6) for form in range(3) for polite in (False, True)
+]
 UNKNOWN = ("action", "relevant", "unsupported_certainty", "polite")
 
 
 def near_misses(text: str) -> list[str]:
-    changed = [text[:i] + ("x" if char == "q" else "q") + text[i + 1:]
-               for i, char in enumerate(text)]
-    dropped = [text[:i] + text[i + 1:] for i in range(len(text))]
+    changed = [
+        text[:i] + ("x" if char == "q" else "q") + text[i + 1 :] for i, char in enumerate(text)
+    ]
+    dropped = [text[:i] + text[i + 1 :] for i in range(len(text))]
     blanks = [text[:i] + " " + text[i:] for i, char in enumerate(text) if char == " "]
     other_blanks = [text.replace(" ", blank, 1) for blank in ("\n", "\t", "\u00a0")]
     case = [text.upper(), text.lower(), text[0].lower() + text[1:]]
     two = [f"{text} {other}" for other in GRAMMAR]
     # A plain sentence between both formulas is the polite one: wrap one-sidedly, swapped or twice.
-    wrapped = [f"{OPENING} {text}", f"{text} {CLOSING}", f"{CLOSING} {text} {OPENING}",
-               f"{OPENING} {OPENING} {text} {CLOSING} {CLOSING}", f"{OPENING} {CLOSING}"]
-    around = [f'"{text}"', f"- {text}", f"{text}.", f"{text}!", text[:-1], text[:-1] + "!",
-              f"\u200b{text}", text.replace("a", "\u0430", 1), f"{text}<|im_end|>"]
+    wrapped = [
+        f"{OPENING} {text}",
+        f"{text} {CLOSING}",
+        f"{CLOSING} {text} {OPENING}",
+        f"{OPENING} {OPENING} {text} {CLOSING} {CLOSING}",
+        f"{OPENING} {CLOSING}",
+    ]
+    around = [
+        f'"{text}"',
+        f"- {text}",
+        f"{text}.",
+        f"{text}!",
+        text[:-1],
+        text[:-1] + "!",
+        f"\u200b{text}",
+        text.replace("a", "\u0430", 1),
+        f"{text}<|im_end|>",
+    ]
     return changed + dropped + blanks + other_blanks + case + two + wrapped + around
 
 
@@ -73,10 +99,16 @@ def test_near_misses_are_uncertified(sentence):
         assert verdict["reason"]
 
 
-@pytest.mark.parametrize("text", [
-    "Thank you. Thank you. Thank you.", "I would resume the print queue.", "yes", "!!!",
-    "You could resume the print queue or save the document and see whether that helps.",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Thank you. Thank you. Thank you.",
+        "I would resume the print queue.",
+        "yes",
+        "!!!",
+        "You could resume the print queue or save the document and see whether that helps.",
+    ],
+)
 def test_other_prose_is_uncertified(text):
     assert evaluate_response(text, "eos", ACTIONS[0])["status"] == "UNCERTIFIED"
 
@@ -121,14 +153,17 @@ def test_no_expected_action_means_unknown_relevance_and_no_success():
     assert evaluate_response(REFUSALS[0], "eos", None)["relevant"] is None
 
 
-@pytest.mark.parametrize("text, finish, expected, word", [
-    ("hello", "stop", ACTIONS[0], "finish_reason"),
-    ("hello", None, ACTIONS[0], "finish_reason"),
-    (None, "", ACTIONS[0], "finish_reason"),
-    ("hello", "eos", "reboot", "expected_action"),
-    ("hello", "eos", 0, "expected_action"),
-    (b"hello", "eos", ACTIONS[0], "text"),
-])
+@pytest.mark.parametrize(
+    "text, finish, expected, word",
+    [
+        ("hello", "stop", ACTIONS[0], "finish_reason"),
+        ("hello", None, ACTIONS[0], "finish_reason"),
+        (None, "", ACTIONS[0], "finish_reason"),
+        ("hello", "eos", "reboot", "expected_action"),
+        ("hello", "eos", 0, "expected_action"),
+        (b"hello", "eos", ACTIONS[0], "text"),
+    ],
+)
 def test_bad_arguments_are_one_clear_line(text, finish, expected, word):
     with pytest.raises(ValueError, match=word) as caught:
         evaluate_response(text, finish, expected)

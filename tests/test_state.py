@@ -38,10 +38,17 @@ def example(update: int = 3) -> dict:
     """Every kind of leaf a stage saves, and the numbers that are easily lost."""
     odd = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, 1 / 3]
     return {
-        "actor": {"lm.q_proj.A": torch.tensor(odd), "lm.q_proj.B": torch.full((2, 3), update + 0.5)},
+        "actor": {
+            "lm.q_proj.A": torch.tensor(odd),
+            "lm.q_proj.B": torch.full((2, 3), update + 0.5),
+        },
         "half": torch.tensor(odd).bfloat16(),
         "moments": {"a": {"step": torch.tensor(7.0), "exp_avg": torch.ones(1)}, "b": {}},
-        "draws": {"permutation": torch.randperm(9), "cursor": 4, "mask": torch.tensor([True, False])},
+        "draws": {
+            "permutation": torch.randperm(9),
+            "cursor": 4,
+            "mask": torch.tensor([True, False]),
+        },
         "generator": torch.Generator().manual_seed(5).get_state(),
         "empty": torch.zeros(0, 4),
         "history": [{"update": 1, "loss": 0.1 + 0.2}, {"update": 2, "loss": -0.0}],
@@ -172,7 +179,11 @@ def test_differences_names_each_leaf_and_stops_at_the_limit():
 
 
 def test_identity_differences_print_key_old_new():  # case B28
-    saved = {"profile": "tiny", "sft": {"learning_rate": 0.01, "batch": 8}, "versions": {"torch": "2"}}
+    saved = {
+        "profile": "tiny",
+        "sft": {"learning_rate": 0.01, "batch": 8},
+        "versions": {"torch": "2"},
+    }
     now = {"profile": "tiny", "sft": {"learning_rate": 0.02, "batch": 8}, "common": {"threads": 1}}
     assert identity_differences(saved, saved) == []
     assert identity_differences(saved, now) == [
