@@ -146,9 +146,8 @@ bar = stage.bar(done, stop)
 for iteration in bar:
     # 1. Draw prompts and sample one response each; the sampler's own log-probabilities stay.
     drawn = draws.take(config["rollouts"])
-    prompt_ids, prompt_mask = pad_prompts(
-        [prompts[i] for i in drawn], chat.pad_id, device
-    )  # (B, P)
+    drawn_prompts = [prompts[i] for i in drawn]
+    prompt_ids, prompt_mask = pad_prompts(drawn_prompts, chat.pad_id, device)  # (B, P)
     with phases("generation"):
         rollout = sample(
             actor, prompt_ids, prompt_mask, chat.response_limit, chat.eos_id, chat.pad_id,
@@ -185,9 +184,8 @@ for iteration in bar:
         with phases("optimisation"):
             logits = active_logits(actor, batch)  # (N, V)
             new_logprobs = pick_logprobs(logits, batch)  # (B, T)
-            if (
-                epoch == 1
-            ):  # still the policy that sampled, read in one pass: to look at, not to use
+            if epoch == 1:
+                # Still the policy that sampled, now read in one pass: to look at, not to train on.
                 full_logprobs = new_logprobs.detach()
                 exact = exact_kl(logits, ref_logits, mask)
                 del ref_logits
@@ -207,9 +205,7 @@ for iteration in bar:
         "iteration": iteration,
         "score": scores.mean().item(),
         "kl": response_mean(exact["kl"], mask).item(),  # exact, policy against reference
-        "log_ratio": response_mean(
-            old_logprobs - ref_logprobs, mask
-        ).item(),  # its sampled estimate
+        "log_ratio": response_mean(old_logprobs - ref_logprobs, mask).item(),  # one sample of it
         "kl_reward": (rewards.sum(1) - (scores - center)).mean().item(),
         "entropy": response_mean(exact["entropy"], mask).item(),
         "tokens": mask.sum(1).float().mean().item(),

@@ -99,7 +99,7 @@ PROFILES = {
         ppo={
             "actor_lr": 1e-4,  # 3e-5 moves too little in 200 updates, 2e-4 drifts into odd text
             "critic_lr": 5e-4,
-            "center_scores": True,  # scores around +6 with a zero critic push every answer up first
+            "center_scores": True,  # a zero critic far from the scores pushes every answer up first
         },
     ),
     "tiny": derive(

@@ -45,10 +45,12 @@ def sample(
         if generator is None:
             token = logits.argmax(-1)
         else:
-            cdf = logits.softmax(-1).double().cumsum(-1)  # FP32 sums would lose the rare tokens
-            u = torch.rand(B, 1, generator=generator, dtype=torch.float64).to(ids.device)
+            # FP64, because FP32 sums would lose the rare tokens; on the CPU, because CUDA has no
+            # deterministic cumulative sum.
+            cdf = logits.softmax(-1).double().cpu().cumsum(-1)  # (B, V)
+            u = torch.rand(B, 1, generator=generator, dtype=torch.float64)
             token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)[:, 0]
-            token = token.clamp(max=logits.shape[1] - 1)
+            token = token.clamp(max=logits.shape[1] - 1).to(ids.device)
         logprob = logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
         tokens.append(torch.where(alive, token, pad_id))
         logprobs.append(torch.where(alive, logprob, 0.0))

@@ -15,7 +15,6 @@ import fcntl
 import os
 import platform
 import resource
-import shutil
 import signal
 import sys
 import time
@@ -100,7 +99,7 @@ class Stage:
         if self.variant:
             signal.signal(signal.SIGINT, self._interrupt)
 
-    # -- finished, unfinished, changed ----------------------------------------------------------------
+    # -- finished, unfinished, changed ----------------------------------------------------------
 
     def _skip_or_refuse(self) -> None:
         label = f"{self.name} {self.variant}" if self.variant else self.name
@@ -141,7 +140,11 @@ class Stage:
 
     def _remove_old(self) -> None:
         for folder in (self.checkpoints, self.outputs):
-            shutil.rmtree(folder, ignore_errors=True)
+            for path in sorted(folder.rglob("*"), reverse=True):  # children before their folder
+                if path.is_dir() and not path.is_symlink():
+                    path.rmdir()
+                else:
+                    path.unlink()
 
     def _interrupt(self, *_):
         if self.stopping:

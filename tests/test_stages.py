@@ -318,6 +318,19 @@ def test_resume_under_other_settings_is_refused(tiny, tmp_path):
     assert not (run / "checkpoints/20_reward/resume").exists()
 
 
+def test_an_unfinished_stage_with_other_settings_is_refused_or_started_anew(tiny, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(tiny, run)
+    (run / "outputs/20_reward/continuous/record.json").unlink()  # as after a crash
+    flags = ("--run-dir", run, "--epochs", "0.05")
+    done = run_stage("20_reward", *flags, check=False)
+    assert done.returncode != 0 and "reward.epochs: 3 -> 0.05" in last_line(done)
+    assert (run / "checkpoints/20_reward/continuous/state_000315.pt.gz").is_file()
+    done = run_stage("20_reward", *flags, "--redo")
+    assert "started anew" in done.stdout
+    assert not (run / "checkpoints/20_reward/continuous/state_000315.pt.gz").exists()
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on_exactly(tiny, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(tiny, run)
