@@ -1,5 +1,5 @@
 """Proves that a stage reaches only what it declared, by any road that goes through Python, and that the
-stages declare no held-out file before generation and no label before evaluation. Case B10, SPEC 12.
+stages declare no held-out file before generation and no label before evaluation. Case B10.
 
 An audit hook cannot be removed, so every enclosed attempt runs in a process of its own. What the stages
 declare is read from their source, not imported."""
