@@ -16,9 +16,9 @@ from pathlib import Path
 
 from kernel import corpus, run
 from kernel.acquire import acquire
-from kernel.chat import Chat
+from kernel.chat import Chat, special_ids
 from kernel.data import check_corpus, read_json, sha256_file, write_json, write_jsonl
-from kernel.model import check_model_folder, model_sha256
+from kernel.model import check_model_folder, load_base, model_sha256
 from kernel.profiles import PROFILES
 from kernel.state import identity_differences
 
@@ -75,7 +75,12 @@ else:
 if args.model_dir:
     model_dir = args.model_dir.resolve()
     check_model_folder(model_dir)
-    common["model_dir"] = str(model_dir)
+    load_base(model_dir, common["base_dtype"], common["attention"])  # damaged weights show up now
+    common |= {"model_dir": str(model_dir), **special_ids(model_dir)}
+    print(f"base model: {model_dir}, end token {common['eos_id']}, pad {common['pad_id']}")
+    weights = model_dir / "model.safetensors"
+    if "sha256" in base and not (weights.is_file() and sha256_file(weights) == base["sha256"]):
+        print(f"  note: these are not the pinned weights of {base['repo']}")
 else:
     model_dir = acquire(base, run.REPOSITORY / "models", rows)
     common["model_dir"] = model_dir.relative_to(run.REPOSITORY).as_posix()

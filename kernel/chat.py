@@ -8,6 +8,25 @@ from transformers import AutoTokenizer
 SYSTEM = "You are a helpful office assistant."
 
 
+def special_ids(model_dir: Path) -> dict[str, int]:
+    """eos_id and pad_id of somebody's own model folder.
+
+    EOS is the tokenizer's. Padding is always masked, so any other id will do as pad: the tokenizer's
+    own if it is not EOS, else 0 (or 1). Raises ValueError without an EOS or a chat template.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{model_dir}: the tokenizer names no end token (eos_token)")
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{model_dir}: the tokenizer has no chat template; an instruct model has one"
+        )
+    eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    if pad_id is None or pad_id == eos_id:
+        pad_id = 0 if eos_id != 0 else 1
+    return {"eos_id": eos_id, "pad_id": pad_id}
+
+
 class Chat:
     """A tokenizer with its rules for pad, EOS and limits."""
 

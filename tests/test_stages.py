@@ -440,6 +440,25 @@ def test_unsupported_and_damaged_models_are_refused(tmp_path):
     assert done.returncode != 0 and "model" in last_line(done) and "Traceback" not in done.stderr
 
 
+def test_an_own_model_folder_whose_pad_is_its_eos_gets_a_pad_of_its_own(tmp_path):
+    folder = tmp_path / "model"
+    run_stage("00_prepare", "--profile", "tiny", "--run-dir", tmp_path / "first")
+    shutil.copytree(next(ROOT.glob("models/tiny-*")), folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "pad_token": settings["eos_token"]}))
+    run = tmp_path / "run"
+    flags = ("--profile", "tiny", "--run-dir", run)
+    done = run_stage("00_prepare", *flags, "--model-dir", folder)
+    assert "end token 2, pad 0" in done.stdout
+    run_stage("10_sft", "--run-dir", run, "--epochs", "0.05", "--validation-rows", "2")
+    template = folder / "chat_template.jinja"
+    template.unlink()
+    flags = ("--profile", "tiny", "--run-dir", tmp_path / "run2", "--model-dir", folder)
+    done = run_stage("00_prepare", *flags, check=False)
+    assert done.returncode != 0 and "no chat template" in last_line(done)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_place_is_told_in_the_first_second(tmp_path):
     tmp_path.chmod(0o500)
