@@ -18,11 +18,12 @@ import torch
 from kernel import run
 from kernel.chat import Chat
 from kernel.data import Draws, read_jsonl, spread, updates_for
+from kernel.metrics import Phases
 from kernel.model import check_isolation, fingerprint, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.preference import sft_loss
 from kernel.score import make_batch, response_logprobs
-from kernel.stage import Phases, Stage
+from kernel.stage import Stage
 
 READS = ["data/train/demonstrations.jsonl", "data/validation/pairs.jsonl"]
 WRITES = ["checkpoints/10_sft", "outputs/10_sft"]

@@ -18,11 +18,12 @@ import torch
 from kernel import run
 from kernel.chat import Chat
 from kernel.data import Draws, read_jsonl, spread, updates_for
+from kernel.metrics import Phases
 from kernel.model import check_isolation, fingerprint, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.preference import bradley_terry_loss, pair_accuracy
 from kernel.score import pair_scores
-from kernel.stage import Phases, Stage
+from kernel.stage import Stage
 
 READS = ["data/train/pairs.jsonl", "data/validation/pairs.jsonl"]
 WRITES = ["checkpoints/20_reward", "outputs/20_reward"]

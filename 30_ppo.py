@@ -27,6 +27,7 @@ from safetensors.torch import save
 from kernel import run
 from kernel.chat import Chat
 from kernel.data import Draws, read_jsonl, write_atomic
+from kernel.metrics import Phases, print_phases
 from kernel.model import check_isolation, fingerprint, load_adapter, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.ppo import (
@@ -46,7 +47,7 @@ from kernel.score import (
     pick_logprobs,
     response_values,
 )
-from kernel.stage import Phases, Stage
+from kernel.stage import Stage
 
 PROMPTS = "data/train/prompts.jsonl"
 DEMONSTRATIONS = "data/train/demonstrations.jsonl"
@@ -106,11 +107,18 @@ reference.freeze()
 reward.freeze()
 roles = [actor, reference, reward, critic]
 check_isolation(roles)
-frozen_before = {
-    **{role.name: fingerprint(role.base()) for role in roles},
-    "reference adapters": fingerprint(reference.learned()),
-    "reward adapters": fingerprint(reward.learned()),
-}
+
+
+def frozen() -> dict[str, str]:
+    """Fingerprints of everything that must not move: four bases, two sets of adapters."""
+    bases = {role.name: fingerprint(role.base()) for role in roles}
+    adapters = {
+        f"{role.name} adapters": fingerprint(role.learned()) for role in (reference, reward)
+    }
+    return bases | adapters
+
+
+frozen_before = frozen()
 updates = config["iterations"] * config["ppo_epochs"]
 actor_optimizer = Optimizer(actor.learned(), updates, config["actor_lr"], config)
 critic_optimizer = Optimizer(critic.learned(), updates, config["critic_lr"], config)
@@ -289,13 +297,8 @@ for iteration in bar:
 
 # ---- summary ------------------------------------------------------------------------------------
 
-frozen_after = {
-    **{role.name: fingerprint(role.base()) for role in roles},
-    "reference adapters": fingerprint(reference.learned()),
-    "reward adapters": fingerprint(reward.learned()),
-}
-if frozen_after != frozen_before:
-    raise ValueError(f"a frozen role changed during training: {frozen_before} -> {frozen_after}")
+if frozen() != frozen_before:
+    raise ValueError(f"a frozen role changed during training: {frozen_before} -> {frozen()}")
 check_isolation(roles)
 logits_path = stage.outputs / "first_logits.safetensors"
 write_atomic(logits_path, save(first_logits))
@@ -304,7 +307,7 @@ if stage.variant != "interrupt":
     for name, role in (("adapter", actor), ("critic", critic)):
         save_adapter(stage.checkpoints / f"{name}.safetensors", role, config, base_sha256)
         files.append(stage.checkpoints / f"{name}.safetensors")
-stage.print_phases(timings.path)
+print_phases(timings.path)
 tenth = max(len(history) // 10, 1)
 first, last = history[:tenth], history[-tenth:]
 mean = lambda part, key: sum(row[key] for row in part) / len(part)  # noqa: E731

@@ -18,14 +18,14 @@ import resource
 import signal
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from kernel import guard, state
-from kernel.data import dumps, read_json, read_jsonl, sha256_file, write_json, write_jsonl
+from kernel.data import read_json, read_jsonl, sha256_file, write_json
+from kernel.metrics import Records
 from kernel.model import model_sha256
 from kernel.profiles import PROFILES
 from kernel.run import (
@@ -246,15 +246,6 @@ class Stage:
     def rel(self, path: Path) -> str:
         return path.relative_to(self.dir).as_posix()
 
-    def print_phases(self, path: Path) -> None:
-        """Seconds per phase over the whole run, and their share of the loop."""
-        rows = read_jsonl(path)
-        totals = {
-            name: sum(row.get(name, 0) for row in rows) for name in rows[-1] if name != "iteration"
-        }
-        for name, seconds in totals.items():
-            print(f"  {name:<14} {seconds:8.1f} s  {seconds / totals['total']:6.1%}")
-
     def finish(self, figure: str, files: list[Path]) -> None:
         """Write record.json, and say what was written and the one figure to look at."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -310,48 +301,6 @@ class Stage:
             f"{self.name} check: {leaves} tensors, counters and history entries, bit for bit equal"
         )
         sys.exit(0)
-
-
-class Records:
-    """Rows of strict JSON, one per line, each flushed when written."""
-
-    def __init__(self, path: Path, kept: list[dict]):
-        self.path = path
-        write_jsonl(path, kept)
-        self.file = path.open("a", encoding="utf-8")
-
-    def write(self, row: dict) -> None:
-        self.file.write(dumps(row) + "\n")
-        self.file.flush()
-
-
-class Phases:
-    """Seconds per named phase of one iteration; on CUDA the clock waits for the device."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.seconds = device, {}
-        self.begun = self._now()
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    @contextmanager
-    def __call__(self, name: str):
-        start = self._now()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
-
-    def row(self) -> dict:
-        """The phases since the last call, what is left over as `other`, and their sum as `total`."""
-        now = self._now()
-        total = now - self.begun
-        row = {name: round(value, 4) for name, value in self.seconds.items()}
-        row["other"] = round(total - sum(self.seconds.values()), 4)
-        row["total"] = round(total, 4)
-        self.seconds, self.begun = {}, now
-        return row
 
 
 def maker(path: Path, run_dir: Path) -> str:
