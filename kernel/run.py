@@ -134,7 +134,7 @@ def check_writable(folder: Path) -> None:
     """Raises OSError now, not after hours of work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write_test"
+        probe = folder / f".write_test_{os.getpid()}"  # two variants may start at the same moment
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:

@@ -479,7 +479,9 @@ def test_run_all_stops_at_a_failing_stage_and_names_it(tiny, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(tiny, run)
     adapter = run / "checkpoints/10_sft/continuous/adapter.safetensors"
-    adapter.write_bytes(b"x" + adapter.read_bytes()[1:])
+    damaged = bytearray(adapter.read_bytes())
+    damaged[-1] ^= 1
+    adapter.write_bytes(damaged)
     command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
