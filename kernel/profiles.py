@@ -52,8 +52,8 @@ REFERENCE = {
         "generation_seed": 249,
     },
     "generate": {"generate_batch": 16, "heldout_seed": 349},
-    "evaluate": {"score_batch": 16, "bootstrap_seed": 449},
-    "probe": {"score_batch": 16},
+    "evaluate": {"bootstrap_seed": 449},
+    "probe": {},
 }
 
 
