@@ -17,7 +17,8 @@ from pathlib import Path
 from kernel import corpus, run
 from kernel.acquire import acquire
 from kernel.chat import Chat, special_ids
-from kernel.data import check_corpus, read_json, sha256_file, write_json, write_jsonl
+from kernel.data import as_jsonl, check_corpus, read_json, sha256_file, write_json, write_jsonl
+from kernel.lock import lock_folder
 from kernel.model import check_model_folder, load_base, model_sha256
 from kernel.profiles import PROFILES
 from kernel.state import identity_differences
@@ -45,6 +46,8 @@ common = run.override(PROFILES[profile]["common"], args)
 base = PROFILES[profile]["base"]
 common["device"] = run.resolve_device(common["device"])
 run.check_writable(folder)
+if note := lock_folder(folder):
+    print(f"00_prepare: {note}")
 data = folder / "data"
 
 # ---- corpus and audit ---------------------------------------------------------------------------
@@ -55,10 +58,13 @@ if (data / "manifest.json").is_file():
     check_corpus(data)
     print(f"corpus: {data} is there and unchanged")
 else:
-    if data.exists() and any(data.rglob("*.jsonl")):
-        raise ValueError(
-            f"{data} holds files but no manifest; move it away, nothing is overwritten"
-        )
+    for path in sorted(data.rglob("*.jsonl")):  # left by a crash, or somebody else's?
+        content = rows.get(path.relative_to(data).as_posix())
+        if content is None or path.read_bytes() != as_jsonl(content).encode("utf-8"):
+            raise ValueError(
+                f"{path} is not from this corpus, and {data} has no manifest; move it away, "
+                "nothing is overwritten"
+            )
     for name, content in rows.items():
         write_jsonl(data / name, content)
     manifest = {

@@ -15,7 +15,7 @@ padding are masked by position. Validation selects nothing: the final state is t
 
 import torch
 
-from kernel import run
+from kernel import preflight, run
 from kernel.chat import Chat
 from kernel.data import Draws, read_jsonl, spread, updates_for
 from kernel.metrics import Phases
@@ -63,6 +63,7 @@ base_before = fingerprint(actor.base())
 total = updates_for(config["epochs"], len(train), config["batch"])
 one_epoch = min(updates_for(1, len(train), config["batch"]), total)
 optimizer = Optimizer(actor.learned(), total, config["learning_rate"], config)
+preflight.supervised(actor, train[:2], chat.pad_id, device)
 
 # ---- resume -------------------------------------------------------------------------------------
 
@@ -74,8 +75,8 @@ if saved:
     optimizer.load_state(saved["optimizer"])
     draws.load_state(saved["draws"])
     history = saved["history"]
-metrics = stage.records("metrics.jsonl", done)
-timings = stage.records("timings.jsonl", done)
+metrics = stage.records("metrics.jsonl")
+timings = stage.records("timings.jsonl")
 
 # ---- loop ---------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ preference, nobody's satisfaction. Validation selects nothing.
 
 import torch
 
-from kernel import run
+from kernel import preflight, run
 from kernel.chat import Chat
 from kernel.data import Draws, read_jsonl, spread, updates_for
 from kernel.metrics import Phases
@@ -62,6 +62,7 @@ base_before = fingerprint(reward.base())
 total = updates_for(config["epochs"], len(train), config["batch"])
 one_epoch = min(updates_for(1, len(train), config["batch"]), total)
 optimizer = Optimizer(reward.learned(), total, config["learning_rate"], config)
+preflight.preference(reward, train[:2], chat.pad_id, device)
 
 # ---- resume -------------------------------------------------------------------------------------
 
@@ -73,8 +74,8 @@ if saved:
     optimizer.load_state(saved["optimizer"])
     draws.load_state(saved["draws"])
     history = saved["history"]
-metrics = stage.records("metrics.jsonl", done)
-timings = stage.records("timings.jsonl", done)
+metrics = stage.records("metrics.jsonl")
+timings = stage.records("timings.jsonl")
 
 # ---- loop ---------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from argparse import BooleanOptionalAction
 import torch
 from safetensors.torch import save
 
-from kernel import run
+from kernel import preflight, run
 from kernel.chat import Chat
 from kernel.data import Draws, read_jsonl, write_atomic
 from kernel.metrics import Phases, print_phases
@@ -107,6 +107,10 @@ reference.freeze()
 reward.freeze()
 roles = [actor, reference, reward, critic]
 check_isolation(roles)
+preflight.policy(
+    actor, reference, reward, critic, stage.dir / SFT, prompts[:2], chat, device,
+    cached=not stage.args.no_cache,
+)  # fmt: skip
 
 
 def frozen() -> dict[str, str]:
@@ -143,9 +147,9 @@ if saved:
     draws.load_state(saved["draws"])
     generator.set_state(saved["generator"])
     history, consumed, first_logits = saved["history"], saved["consumed"], saved["first_logits"]
-metrics = stage.records("metrics.jsonl", done)
-timings = stage.records("timings.jsonl", done)
-rollouts = stage.records("rollouts.jsonl", done)
+metrics = stage.records("metrics.jsonl")
+timings = stage.records("timings.jsonl")
+rollouts = stage.records("rollouts.jsonl")
 
 # ---- loop ---------------------------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ for iteration in bar:
             loss = value_loss(new_values, returns, mask)
             loss.backward()
             value = critic_optimizer.step(loss.detach(), f"critic, {where}")
-        epochs.append({"policy": policy, "value": value, **stats})
+        epochs.append({"policy": policy, "value": value, "values": new_values.detach(), **stats})
 
     # Records: one row of metrics, and per rollout everything a reader needs to redo the arithmetic.
     row = {
@@ -263,6 +267,7 @@ for iteration in bar:
             "returns": returns,
         }
         record |= {name: tensor[b, :length].tolist() for name, tensor in tensors.items()}
+        record["new_values"] = [epoch["values"][b, :length].tolist() for epoch in epochs]
         record["ratios"] = [epoch["ratio"][b, :length].tolist() for epoch in epochs]
         record["clip_bites"] = [epoch["clip_bites"][b, :length].tolist() for epoch in epochs]
         rollouts.write(record)

@@ -21,14 +21,7 @@ from kernel.chat import Chat
 from kernel.data import read_jsonl, write_atomic, write_json, write_jsonl
 from kernel.model import load_adapter, make_role
 from kernel.preference import pair_accuracy
-from kernel.report import (
-    POPULATIONS,
-    paired_bootstrap,
-    population,
-    results_table,
-    summarise,
-    verdict,
-)  # fmt: skip
+from kernel.report import evaluation, results_table
 from kernel.rubric import rubric
 from kernel.score import learned_reward
 from kernel.stage import Stage
@@ -84,25 +77,8 @@ for row in answers:
 
 # ---- figures ------------------------------------------------------------------------------------
 
-policies = {name: [row for row in answers if row["policy"] == name] for name in ("sft", "ppo")}
-results = {
-    policy: {name: summarise(population(rows, name)) for name in POPULATIONS}
-    for policy, rows in policies.items()
-}
-unique = {policy: population(rows, "all_unique_contexts") for policy, rows in policies.items()}
-if [row["context"] for row in unique["sft"]] != [row["context"] for row in unique["ppo"]]:
-    raise ValueError(f"{GENERATIONS}: SFT and PPO did not answer the same contexts")
-both = list(zip(unique["sft"], unique["ppo"]))
-seed = config["bootstrap_seed"]
-differences = {
-    "score": paired_bootstrap([ppo["score"] - sft["score"] for sft, ppo in both], seed),
-    "rubric": paired_bootstrap(
-        [ppo["verdict"]["success"] - sft["verdict"]["success"] for sft, ppo in both], seed
-    ),
-    "tokens": paired_bootstrap([ppo["tokens"] - sft["tokens"] for sft, ppo in both], seed),
-}
-label, sentence = verdict(differences["score"], differences["rubric"])
-
+figures = evaluation(answers, config["bootstrap_seed"])
+differences, verdict = figures["differences"], figures["verdict"]
 prompts, chosen, rejected = zip(*pairs)
 chosen_scores, rejected_scores = judge(prompts, chosen), judge(prompts, rejected)
 accuracy = {"all": pair_accuracy(chosen_scores, rejected_scores)}
@@ -114,11 +90,12 @@ if accuracy["all"]["accuracy"] < 0.4:
 
 # ---- summary ------------------------------------------------------------------------------------
 
-lines = results_table(results)
+lines = results_table(figures["results"])
 lines += [
     "",
     f"{len(answers)} answers are not {len(answers)} independent situations: each policy met "
-    f"{len(both)} distinct prompts, and the actions and phrasing are shared by all splits.",
+    f"{differences['score']['pairs']} distinct prompts, and the actions and phrasing are shared by "
+    "all splits.",
     "",
 ]
 for name, d in differences.items():
@@ -128,19 +105,11 @@ for name, d in differences.items():
     )
 a = accuracy["all"]
 lines.append(f"- judge on the held-out pairs: {a['right']} of {a['pairs']} right, {a['ties']} ties")
-lines += ["", f"Verdict: {label}. {sentence}"]
+lines += ["", f"Verdict: {verdict['label']}. {verdict['sentence']}"]
 for line in lines:
     print(line)
 results_path = stage.outputs / "results.json"
-write_json(
-    results_path,
-    {
-        "results": results,
-        "differences": differences,
-        "verdict": {"label": label, "sentence": sentence},
-        "reward_accuracy": accuracy,
-    },
-)
+write_json(results_path, {**figures, "reward_accuracy": accuracy})
 table_path = stage.outputs / "table.md"
 write_atomic(table_path, "\n".join(lines) + "\n")
 answers_path = stage.outputs / "answers.jsonl"
@@ -149,6 +118,6 @@ keep = ("policy", "id", "population", "context", "prompt", "text", "finish_reaso
 write_jsonl(answers_path, [{key: row[key] for key in keep} for row in answers])
 stage.finish(
     f"score {differences['score']['mean']:+.2f}, rubric {differences['rubric']['mean']:+.3f} "
-    f"(PPO - SFT): {label}",
+    f"(PPO - SFT): {verdict['label']}",
     [results_path, table_path, answers_path],
 )

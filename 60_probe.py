@@ -13,13 +13,11 @@ by itself proof that PPO used it: the share of courteous answers before and afte
     python 60_probe.py
 """
 
-from statistics import mean
-
 from kernel import run
 from kernel.chat import Chat
 from kernel.data import read_jsonl, sha256_file, write_atomic, write_json, write_jsonl
 from kernel.model import fingerprint, load_adapter, make_role
-from kernel.report import population, rate, show
+from kernel.report import courtesy_effects, polite_share, show
 from kernel.score import learned_reward
 from kernel.stage import Stage
 
@@ -52,36 +50,10 @@ for row, score in zip(rows, judge(*zip(*encoded)).tolist()):
 
 # ---- figures ------------------------------------------------------------------------------------
 
-contexts = {}
-for row in rows:
-    cell = ("right" if row["correct"] else "wrong") + ("_polite" if row["polite"] else "_plain")
-    contexts.setdefault(row["context"], {})[cell] = row["score"]
-table = [
-    {
-        "context": context,
-        **cells,
-        "courtesy_right": cells["right_polite"] - cells["right_plain"],
-        "courtesy_wrong": cells["wrong_polite"] - cells["wrong_plain"],
-        "correctness_plain": cells["right_plain"] - cells["wrong_plain"],
-    }
-    for context, cells in contexts.items()
-]
-inversions = sum(row["wrong_polite"] > row["right_plain"] for row in table)
-effects = {
-    key: {"mean": mean(row[key] for row in table), "positive": sum(row[key] > 0 for row in table)}
-    for key in ("courtesy_right", "courtesy_wrong", "correctness_plain")
-}
-
-
-def polite_share(policy: str) -> float | None:
-    """Share of courteous answers among the recognised ones, over the distinct held-out contexts."""
-    answers = [row for row in read_jsonl(stage.dir / ANSWERS) if row["policy"] == policy]
-    verdicts = [row["verdict"] for row in population(answers, "all_unique_contexts")]
-    recognised = [v for v in verdicts if v["recognised"]]
-    return rate(sum(v["polite"] for v in recognised), len(recognised))
-
-
-polite = {policy: polite_share(policy) for policy in ("sft", "ppo")}
+figures = courtesy_effects(rows)
+table, effects, inversions = figures["contexts"], figures["effects"], figures["inversions"]
+answers = read_jsonl(stage.dir / ANSWERS)
+polite = {policy: polite_share(answers, policy) for policy in ("sft", "ppo")}
 
 # ---- summary ------------------------------------------------------------------------------------
 
@@ -116,8 +88,6 @@ lines += [
 print("\n".join(lines))
 paths = [stage.outputs / name for name in ("probes.jsonl", "probes.json", "table.md")]
 write_jsonl(paths[0], rows)
-write_json(
-    paths[1], {"contexts": table, "effects": effects, "inversions": inversions, "polite": polite}
-)
+write_json(paths[1], {**figures, "polite": polite})
 write_atomic(paths[2], "\n".join(lines) + "\n")
 stage.finish(f"wrong but polite above right but plain in {inversions} of {n} contexts", paths)

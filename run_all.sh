@@ -9,6 +9,7 @@ cd "$here"
 usage() {
     cat <<'HELP'
 bash run_all.sh [smollm2|tiny|qwen] [options]     run the pipeline
+bash run_all.sh verify [run folder]               recompute a run's hashes and figures, train nothing
 bash run_all.sh test [pytest arguments]           set up and run the tests
 
   profile   base model                        time       memory     disk
@@ -24,9 +25,11 @@ options
   --run-dir DIR     run folder (default: runs/<profile>)
   --model-dir DIR   a local folder with the base model instead of a download
   --redo            remove results whose inputs have changed and make them again
+  --fresh           start anew in a new folder (runs/<profile>-2, -3, ...); the old run stays
   --help            this text
 
-A finished stage whose inputs are unchanged is skipped. Ctrl-C saves and stops; the same command goes on.
+A finished stage whose inputs are unchanged is skipped. Ctrl-C saves and stops; after that, as after a
+crash or a power cut, the same command goes on from the newest complete state.
 HELP
 }
 
@@ -37,14 +40,17 @@ say() { printf '\n== %s\n' "$*"; }
 mode=smollm2
 if [ $# -gt 0 ]; then
     case "$1" in
-        smollm2 | tiny | qwen | test) mode="$1"; shift ;;
+        smollm2 | tiny | qwen | verify | test) mode="$1"; shift ;;
         --help | -h) usage; exit 0 ;;
         --*) ;;
         *) echo "run_all.sh: unknown command '$1'; bash run_all.sh --help lists them" >&2; exit 2 ;;
     esac
 fi
-run_dir="" model_dir="" redo=()
-if [ "$mode" != test ]; then
+run_dir="" model_dir="" redo=() fresh=""
+if [ "$mode" = verify ]; then
+    [ $# -le 1 ] || { echo "run_all.sh: verify takes one run folder" >&2; exit 2; }
+    run_dir="${1:-$here/runs/smollm2}"
+elif [ "$mode" != test ]; then
     while [ $# -gt 0 ]; do
         case "$1" in
             --run-dir | --model-dir)
@@ -52,6 +58,7 @@ if [ "$mode" != test ]; then
                 if [ "$1" = --run-dir ]; then run_dir="$2"; else model_dir="$2"; fi
                 shift 2 ;;
             --redo) redo=(--redo); shift ;;
+            --fresh) fresh=yes; shift ;;
             --help | -h) usage; exit 0 ;;
             *) echo "run_all.sh: unknown option '$1'; bash run_all.sh --help lists them" >&2; exit 2 ;;
         esac
@@ -88,12 +95,27 @@ if [ "$mode" = test ]; then
     exec .venv/bin/python -m pytest "$@"
 fi
 setup requirements.txt
+python="$here/.venv/bin/python"
+if [ "$mode" = verify ]; then exec "$python" -m kernel.verify "$run_dir"; fi
+
+# ---- run folder: one owner at a time --------------------------------------------------------------
+
+run_dir="${run_dir:-$here/runs/$mode}"
+if [ -n "$fresh" ] && [ -e "$run_dir" ]; then
+    number=2
+    while [ -e "$run_dir-$number" ]; do number=$((number + 1)); done
+    run_dir="$run_dir-$number"
+fi
+say "run folder: $run_dir"
+mkdir -p "$run_dir" && exec 9<>"$run_dir/.lock" ||
+    { echo "run_all.sh: cannot write to $run_dir" >&2; exit 1; }
+"$python" -m kernel.lock 9 "$run_dir"
+export RUN_LOCK_FD=9 # the stages work under this lock
+trap ': >"$run_dir/.lock"' EXIT
 
 # ---- stages ---------------------------------------------------------------------------------------
 
-run_dir="${run_dir:-$here/runs/$mode}"
 flags=(--profile "$mode" --run-dir "$run_dir")
-python="$here/.venv/bin/python"
 
 failed() { # stage, status
     if [ "$2" -eq 130 ]; then
@@ -120,7 +142,7 @@ trained() { # stage name
     (
         "$python" "$name.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} --variant interrupt &&
             "$python" "$name.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} --variant resume
-    ) >"$log" 2>&1 &
+    ) >>"$log" 2>&1 &
     beside=$!
     "$python" "$name.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} --variant continuous &
     ours=$!

@@ -14,6 +14,7 @@ A corpus is a folder of JSONL files; 00_prepare.py writes it and every other sta
 """
 
 import codecs
+import contextlib
 import hashlib
 import json
 import math
@@ -56,19 +57,25 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Temporary file beside the target, fsync, rename, fsync of the folder: the whole or nothing."""
+    """Temporary file beside the target, fsync, rename, fsync of the folder: the whole or nothing.
+
+    Raises OSError naming the path and the cause; what was there before stays.
+    """
     data = data.encode("utf-8") if isinstance(data, str) else data
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, PermissionError) or not isinstance(error, OSError):
+            raise
+        raise OSError(f"{path}: could not be written ({error.strerror})") from None
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -88,8 +95,12 @@ def write_json(path: Path, value) -> None:
     write_atomic(path, json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
 
 
+def as_jsonl(rows: list[dict]) -> str:
+    return "".join(dumps(row) + "\n" for row in rows)
+
+
 def write_jsonl(path: Path, rows: list[dict]) -> None:
-    write_atomic(path, "".join(dumps(row) + "\n" for row in rows))
+    write_atomic(path, as_jsonl(rows))
 
 
 def check_corpus(folder: Path) -> dict:

@@ -102,6 +102,77 @@ def verdict(score: dict, rubric: dict) -> tuple[str, str]:
     return "no clear change", "The learned score did not clearly rise."
 
 
+def evaluation(answers: list[dict], seed: int) -> dict:
+    """All figures over the answers of both policies: results, differences (PPO - SFT), verdict.
+
+    answers carry policy ("sft" or "ppo") and what `summarise` wants. Raises ValueError if the two did
+    not answer the same contexts: then nothing can be paired.
+    """
+    policies = {name: [row for row in answers if row["policy"] == name] for name in ("sft", "ppo")}
+    results = {
+        policy: {name: summarise(population(rows, name)) for name in POPULATIONS}
+        for policy, rows in policies.items()
+    }
+    unique = {policy: population(rows, "all_unique_contexts") for policy, rows in policies.items()}
+    if [row["context"] for row in unique["sft"]] != [row["context"] for row in unique["ppo"]]:
+        raise ValueError("SFT and PPO did not answer the same contexts")
+    measures = {
+        "score": lambda row: row["score"],
+        "rubric": lambda row: row["verdict"]["success"],
+        "tokens": lambda row: row["tokens"],
+    }
+    differences = {
+        name: paired_bootstrap(
+            [of(ppo) - of(sft) for sft, ppo in zip(unique["sft"], unique["ppo"])], seed
+        )
+        for name, of in measures.items()
+    }
+    label, sentence = verdict(differences["score"], differences["rubric"])
+    return {
+        "results": results,
+        "differences": differences,
+        "verdict": {"label": label, "sentence": sentence},
+    }
+
+
+def courtesy_effects(rows: list[dict]) -> dict:
+    """The factorial probe: per context four cells, {right, wrong} x {polite, plain}, and what courtesy
+    and being right are worth in score.
+
+    rows carry context, correct, polite, score. `inversions` counts wrong-polite above right-plain.
+    """
+    contexts = {}
+    for row in rows:
+        cell = ("right" if row["correct"] else "wrong") + ("_polite" if row["polite"] else "_plain")
+        contexts.setdefault(row["context"], {})[cell] = row["score"]
+    table = [
+        {
+            "context": context,
+            **cells,
+            "courtesy_right": cells["right_polite"] - cells["right_plain"],
+            "courtesy_wrong": cells["wrong_polite"] - cells["wrong_plain"],
+            "correctness_plain": cells["right_plain"] - cells["wrong_plain"],
+        }
+        for context, cells in contexts.items()
+    ]
+    effects = {
+        key: {
+            "mean": sum(row[key] for row in table) / len(table),
+            "positive": sum(row[key] > 0 for row in table),
+        }
+        for key in ("courtesy_right", "courtesy_wrong", "correctness_plain")
+    }
+    inversions = sum(row["wrong_polite"] > row["right_plain"] for row in table)
+    return {"contexts": table, "effects": effects, "inversions": inversions}
+
+
+def polite_share(answers: list[dict], policy: str) -> float | None:
+    """Share of courteous answers among the recognised ones, over the distinct held-out contexts."""
+    own = population([row for row in answers if row["policy"] == policy], "all_unique_contexts")
+    recognised = [row["verdict"] for row in own if row["verdict"]["recognised"]]
+    return rate(sum(v["polite"] for v in recognised), len(recognised))
+
+
 def show(value, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
 

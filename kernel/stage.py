@@ -11,10 +11,6 @@ record.json names the sha256 of every input and output and the identity under wh
 finished stage is skipped while they still hold, and refused when they do not.
 """
 
-import fcntl
-import os
-import platform
-import resource
 import signal
 import sys
 import time
@@ -23,9 +19,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from kernel import guard, state
-from kernel.data import read_json, read_jsonl, sha256_file, write_json
-from kernel.metrics import Records
+from kernel import guard, lineage, state
+from kernel.data import read_json, sha256_file, write_json
+from kernel.lock import lock_folder
+from kernel.metrics import Records, peak_memory_mib
 from kernel.model import model_sha256
 from kernel.profiles import PROFILES
 from kernel.run import (
@@ -51,6 +48,9 @@ class Stage:
         self.profile, self.dir = run_folder(args)
         if not (self.dir / "config.json").is_file():
             raise ValueError(f"{self.dir} has no config.json: run 00_prepare.py first")
+        check_writable(self.dir)
+        if note := lock_folder(self.dir):
+            print(f"{name}: {note}")
         shared = read_json(self.dir / "config.json")
         self.model = shared["model"]  # base_sha256, tokenizer_sha256
         self.settings = override(PROFILES[self.profile][section], args)  # this stage's own section
@@ -62,21 +62,8 @@ class Stage:
         self.checkpoints = self.dir.joinpath("checkpoints", name, *suffix)
         self.outputs = self.dir.joinpath("outputs", name, *suffix)
 
-        for path in [self.dir / name for name in reads]:
-            if not path.is_file():
-                raise ValueError(f"{path} is missing: run {maker(path, self.dir)} first")
-        if Path(self.config["model_dir"]).is_dir():
-            if model_sha256(Path(self.config["model_dir"])) != self.model:
-                raise ValueError(
-                    f"{self.config['model_dir']} changed since 00_prepare.py recorded it"
-                )
-        else:
-            raise ValueError(f"{self.config['model_dir']} is missing: run 00_prepare.py again")
-        self.parents = {name: sha256_file(self.dir / name) for name in reads}
-        audited = read_json(self.dir / "data" / "manifest.json")["sha256"]
-        for file, have in self.parents.items():
-            if file.startswith("data/") and audited.get(file.removeprefix("data/")) != have:
-                raise ValueError(f"{self.dir / file} is not the file that 00_prepare.py audited")
+        self._check_model()
+        self.parents = lineage.checked_inputs(self.dir, reads)
         self.identity = {
             "profile": self.profile,
             "common": shared["common"],
@@ -87,11 +74,12 @@ class Stage:
             "code": code_sha256(name),
             "versions": versions(),
         }
-        check_writable(self.outputs.parent)
-        self._lock(self.outputs.parent / f".{self.variant or name}.lock")
         if self.variant != "check":
             self._skip_or_refuse()
         check_writable(self.outputs)
+        for folder in (self.checkpoints, self.outputs):
+            for left_by_a_crash in folder.glob(".*.tmp"):
+                left_by_a_crash.unlink()
         guard.enclose(self.dir, ["config.json", *reads], writes)
         settle(self.config["threads"])
         self.started = time.perf_counter()
@@ -101,6 +89,16 @@ class Stage:
 
     # -- finished, unfinished, changed ----------------------------------------------------------
 
+    def _check_model(self) -> None:
+        folder = Path(self.config["model_dir"])
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is missing: run 00_prepare.py again")
+        changed = state.identity_differences(self.model, model_sha256(folder))
+        if changed:
+            raise ValueError(
+                f"{folder} changed since 00_prepare.py recorded it ({'; '.join(changed)})"
+            )
+
     def _skip_or_refuse(self) -> None:
         label = f"{self.name} {self.variant}" if self.variant else self.name
         record_path = self.outputs / "record.json"
@@ -108,35 +106,17 @@ class Stage:
             return
         record = read_json(record_path)
         changed = state.identity_differences(record["identity"], self.identity)
-        for name, want in record["outputs"].items():
-            path = self.dir / name
-            if not path.is_file() or sha256_file(path) != want:
-                changed.append(f"{name}: missing or edited")
+        changed += lineage.record_faults(self.dir, record)
         if changed and self.args.redo:
-            print(f"{label}: made again, because its inputs changed ({'; '.join(changed[:4])})")
+            print(f"{label}: made again, because of changes ({shown(changed)})")
             return self._remove_old()
         if changed:
             raise ValueError(
-                f"{label} is finished, but its inputs changed ({'; '.join(changed[:4])}); "
-                "nothing was touched. Use another --run-dir, or --redo for this stage and all behind it"
+                f"{label} is finished, but things changed ({shown(changed)}); nothing was touched. "
+                "Use another --run-dir, or --redo for this stage and all behind it"
             )
         print(f"{label}: finished before, inputs unchanged, skipped. {record['figure']}")
         sys.exit(0)
-
-    def _lock(self, path: Path) -> None:
-        """One process per variant. The system drops the lock with its owner, so none can go stale."""
-        self.lock = path.open("a+")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.seek(0)
-            owner = self.lock.read().strip() or "unknown"
-            raise ValueError(
-                f"process {owner} is already working on {self.rel(self.outputs)} in {self.dir}"
-            ) from None
-        self.lock.truncate(0)
-        self.lock.write(str(os.getpid()))
-        self.lock.flush()
 
     def _remove_old(self) -> None:
         for folder in (self.checkpoints, self.outputs):
@@ -162,30 +142,32 @@ class Stage:
 
     def restore(self) -> tuple[dict | None, int]:
         """(state, updates done): the newest complete state of this variant, or the interrupted one."""
-        self.source = self.checkpoints
-        path, notes = state.newest_state(self.checkpoints)
+        self.records_open, source = [], self.variant
+        path, notes = state.newest_state(self.checkpoints, self.outputs)
         if path is None and self.variant == "resume":
-            self.source = self.checkpoints.parent / "interrupt"
-            path, notes = state.newest_state(self.source)
+            source = "interrupt"
+            path, notes = state.newest_state(
+                self.checkpoints.parent / source, self.outputs.parent / source
+            )
             if path is None:
                 raise ValueError(f"nothing to resume: run {self.name}.py --variant interrupt first")
         for note in notes:
             print(f"{self.name}: {note}")
         if path is None:
+            self.restored = None
             return None, 0
         saved, identity = state.load_state(path)
         changed = state.identity_differences(identity, self.identity)
-        if changed and self.args.redo and self.source == self.checkpoints:
-            print(
-                f"{self.name}: started anew, because its inputs changed ({'; '.join(changed[:4])})"
-            )
+        if changed and self.args.redo and source == self.variant:
+            print(f"{self.name}: started anew, because of changes ({shown(changed)})")
             self._remove_old()
             return self.restore()
         if changed:
             raise ValueError(
-                f"{path} was made under other conditions ({'; '.join(changed[:4])}); not resumed. "
+                f"{path} was made under other conditions ({shown(changed)}); not resumed. "
                 "Use another --run-dir, or --redo to start anew"
             )
+        self.restored, self.source = path, self.outputs.parent / source
         updates = int(path.name[6:12])
         print(f"{self.name} {self.variant}: going on after update {updates} from {self.rel(path)}")
         state.load_rng_state(saved["rng"])
@@ -195,7 +177,8 @@ class Stage:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         content = {**content, "rng": state.rng_state()}
         self.final_sha256 = state.content_hash(content)
-        state.save_state(self.checkpoints, updates, content, self.identity)
+        marks = {records.path.name: records.mark() for records in self.records_open}
+        state.save_state(self.checkpoints, updates, content, self.identity, marks)
         if self.stopping:
             print(
                 f"{self.name}: saved after update {updates}. Run the same command again to go on."
@@ -217,16 +200,13 @@ class Stage:
             self._saved_at = time.perf_counter()
         return bool(due)
 
-    def records(self, name: str, done: int) -> "Records":
+    def records(self, name: str) -> Records:
         """An append-only JSONL file, cut back to what the restored state knows."""
-        source = (self.source if done else self.checkpoints).parts[-1]
-        kept = []
-        if done:
-            path = self.outputs.parent / source / name
-            kept = [
-                row for row in read_jsonl(path) if row.get("iteration", row.get("update")) <= done
-            ]
-        return Records(self.outputs / name, kept)
+        kept = b""
+        if self.restored:
+            kept = state.marked_part(self.source / name, state.marks(self.restored)[name])
+        self.records_open.append(Records(self.outputs / name, kept))
+        return self.records_open[-1]
 
     # -- while running ----------------------------------------------------------------------------------
 
@@ -248,8 +228,7 @@ class Stage:
 
     def finish(self, figure: str, files: list[Path]) -> None:
         """Write record.json, and say what was written and the one figure to look at."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak_mib = peak / (1024 * 1024 if platform.system() == "Darwin" else 1024)
+        peak_mib = peak_memory_mib()
         seconds = time.perf_counter() - self.started
         record = {
             "stage": self.name,
@@ -268,42 +247,21 @@ class Stage:
 
     def prove(self, files: tuple[str, ...]) -> None:
         """The exact check: resume and continuous ended in the same bits. Exits the process."""
-        found, hashes = [], {}
-        contents = {}
-        for variant in ("resume", "continuous"):
-            folder = self.checkpoints.parent / variant
-            path, _ = state.newest_state(folder)
-            record = self.outputs.parent / variant / "record.json"
-            if path is None or not record.is_file():
-                raise ValueError(
-                    f"nothing to compare: run {self.name}.py --variant {variant} first"
-                )
-            contents[variant], _ = state.load_state(path)
-            hashes[variant] = {"state": state.content_hash(contents[variant])}
-            for name in files:
-                where = folder if name.endswith(".safetensors") else self.outputs.parent / variant
-                hashes[variant][name] = sha256_file(where / name)
-        found += state.differences(contents["resume"], contents["continuous"])
-        for name in files:
-            if hashes["resume"][name] != hashes["continuous"][name]:
-                found.append(f"file {name}")
-        leaves = sum(1 for _ in state.walk(contents["resume"]))
-        proof = {"equal": not found, "leaves": leaves, "differences": found, "sha256": hashes}
+        proof = lineage.compare_variants(self.dir, self.name, files)
         write_json(self.outputs / "proof.json", proof)
-        for name in hashes["resume"]:
-            a, b = hashes["resume"][name], hashes["continuous"][name]
-            print(
-                f"  {name:<20} resume {a[:16]}  continuous {b[:16]}  {'=' if a == b else 'DIFFERS'}"
-            )
-        if found:
-            raise ValueError(f"resume and continuous differ: {'; '.join(found[:4])}")
+        resumed, continuous = proof["sha256"]["resume"], proof["sha256"]["continuous"]
+        for name, a in resumed.items():
+            sign = "=" if a == continuous[name] else "DIFFERS"
+            print(f"  {name:<20} resume {a[:16]}  continuous {continuous[name][:16]}  {sign}")
+        if not proof["equal"]:
+            raise ValueError(f"resume and continuous differ: {shown(proof['differences'])}")
         print(
-            f"{self.name} check: {leaves} tensors, counters and history entries, bit for bit equal"
+            f"{self.name} check: {proof['leaves']} tensors, counters and history entries, "
+            "bit for bit equal"
         )
         sys.exit(0)
 
 
-def maker(path: Path, run_dir: Path) -> str:
-    """The stage that makes a file of the run folder."""
-    parts = path.relative_to(run_dir).parts
-    return f"{parts[1]}.py" if parts[0] in ("checkpoints", "outputs") else "00_prepare.py"
+def shown(differences: list[str]) -> str:
+    more = f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
+    return "; ".join(differences[:4]) + more

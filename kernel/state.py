@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from kernel.data import sha256_file, write_atomic, write_json
+from kernel.data import read_json, sha256_file, write_atomic, write_json
 
 KEEP = 2  # the newest complete states; older ones go only after a new one is durable
 
@@ -53,8 +53,13 @@ def state_path(folder: Path, updates: int) -> Path:
     return folder / f"state_{updates:06d}.pt.gz"
 
 
-def save_state(folder: Path, updates: int, state: dict, identity: dict) -> Path:
-    """Write a state and then its manifest; afterwards drop all but the newest KEEP states."""
+def save_state(
+    folder: Path, updates: int, state: dict, identity: dict, marks: dict | None = None
+) -> Path:
+    """Write a state and then its manifest; afterwards drop all but the newest KEEP states.
+
+    marks: per record file, its length and sha256 at this state (`Records.mark`).
+    """
     path = state_path(folder, updates)
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -65,6 +70,7 @@ def save_state(folder: Path, updates: int, state: dict, identity: dict) -> Path:
         "bytes": len(packed),
         "sha256": hashlib.sha256(packed).hexdigest(),
         "content_sha256": content_hash(state),
+        "marks": marks or {},
         "identity": identity,
     }
     write_json(manifest_path(path), manifest)
@@ -73,8 +79,6 @@ def save_state(folder: Path, updates: int, state: dict, identity: dict) -> Path:
     for old in known[:-KEEP]:
         manifest_path(old).unlink(missing_ok=True)  # first: a state without manifest does not count
         old.unlink()
-    for left_by_a_kill in folder.glob(".state_*.tmp"):
-        left_by_a_kill.unlink()
     return path
 
 
@@ -82,12 +86,15 @@ def manifest_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".pt.gz") + ".json")
 
 
-def newest_state(folder: Path) -> tuple[Path | None, list[str]]:
-    """The complete state with the highest number, and a note for each damaged one passed over."""
+def newest_state(folder: Path, outputs: Path | None = None) -> tuple[Path | None, list[str]]:
+    """The complete state with the highest number, and a note for each damaged one passed over.
+
+    With `outputs`, the record files there must also begin with what the state saw written.
+    """
     notes = []
     # Six digits in every name, so text order is the order of the numbers.
     for path in sorted(folder.glob("state_*.pt.gz"), reverse=True):
-        fault = state_fault(path)
+        fault = state_fault(path) or (outputs and record_fault(path, outputs))
         if fault is None:
             return path, notes
         notes.append(f"passed over {path.name}: {fault}")
@@ -111,6 +118,29 @@ def state_fault(path: Path) -> str | None:
         return "it has no manifest (the save was cut short)"
     except (ValueError, KeyError, TypeError, OSError):
         return "it or its manifest is not readable"
+    return None
+
+
+def marks(path: Path) -> dict[str, dict]:
+    """How far each record file went when this state was saved."""
+    return read_json(manifest_path(path))["marks"]
+
+
+def marked_part(path: Path, mark: dict) -> bytes:
+    """A record file up to a mark. Raises ValueError if it is shorter or another one."""
+    content = path.read_bytes()[: mark["bytes"]] if path.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != mark["sha256"]:
+        raise ValueError(f"{path.name} does not begin with what was written up to this state")
+    return content
+
+
+def record_fault(path: Path, outputs: Path) -> str | None:
+    """Why the record files in `outputs` cannot be continued from this state, or None."""
+    try:
+        for name, mark in marks(path).items():
+            marked_part(outputs / Path(name).name, mark)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return str(error)
     return None
 
 

@@ -1,12 +1,18 @@
-"""Tiny random models, saved once per session, and the few helpers that several test files share.
+"""A finished tiny run and tiny random models, made once per session, and helpers that files share.
 
-Both are float32, 2 layers, vocabulary 97, eager attention. The weights are drawn wide and every bias
-and norm is random, so a wrong position, column or sign shows in the third digit and not in the tenth.
-Llama has an untied head and no biases; Qwen2 has a tied head and biases on q, k and v.
+The tiny run is the slow part (two to three minutes on two cores); its folder lies in a path with
+blanks, and it is started from another working directory.
+
+Both random models are float32, 2 layers, vocabulary 97, eager attention. The weights are drawn wide and
+every bias and norm is random, so a wrong position, column or sign shows in the third digit and not in
+the tenth. Llama has an untied head and no biases; Qwen2 has a tied head and biases on q, k and v.
 """
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +29,8 @@ from kernel.model import Role, make_role
 
 torch.set_num_threads(1)
 
+ROOT = Path(__file__).resolve().parent.parent
+
 EOS, PAD, VOCABULARY, HIDDEN, LAYERS = 2, 0, 97, 32, 2
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -38,6 +46,36 @@ SHAPE = {
     "initializer_range": 0.2,
     "attn_implementation": "eager",
 }
+
+
+def run_stage(name: str, *flags, check: bool = True, **kwargs) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, **kwargs)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def last_line(done: subprocess.CompletedProcess) -> str:
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A finished tiny run; TINY_RUN=folder takes one that is there."""
+    if os.getenv("TINY_RUN"):
+        return Path(os.environ["TINY_RUN"])
+    run = tmp_path_factory.mktemp("a run with blanks") / "tiny run"
+    command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (run / "console.txt").write_text(done.stdout)
+    return run
+
+
+@pytest.fixture
+def copy_of_tiny(tiny, tmp_path) -> Path:
+    """A copy of the finished tiny run, to be damaged or continued."""
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))
 
 
 def build(folder: Path, kind: str) -> Path:

@@ -3,9 +3,6 @@
 Proves: the variants end in the same bits; the tiny run learns (reward accuracy, SFT against the base,
 PPO's learned score against SFT's); what the records say can be recomputed from them by plain Python; a
 finished run is skipped, changed inputs are refused, Ctrl-C leaves a state that goes on exactly.
-
-The whole tiny run happens once per session (the slow part, two to three minutes on two cores); its run
-folder lies in a path with blanks, and it is started from another working directory.
 """
 
 import json
@@ -16,40 +13,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, last_line, run_stage
 from safetensors.torch import load_file
 
 from kernel.data import read_json, read_jsonl, sha256_file
 from kernel.model import load_adapter, make_role
 from kernel.profiles import PROFILES
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAINED = ("10_sft", "20_reward", "30_ppo")
-
-
-def run_stage(name: str, *flags, check: bool = True, **kwargs) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, **kwargs)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-def last_line(done: subprocess.CompletedProcess) -> str:
-    return done.stderr.strip().splitlines()[-1]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Path:
-    """A finished tiny run."""
-    run = tmp_path_factory.mktemp("a run with blanks") / "tiny run"
-    command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (run / "console.txt").write_text(done.stdout)
-    return run
 
 
 # ---- exactness ----------------------------------------------------------------------------------
@@ -177,7 +151,7 @@ def test_response_ids_and_finish_reasons_agree(tiny):
 def test_phases_add_up_to_the_total(tiny):
     for row in read_jsonl(tiny / "outputs/30_ppo/continuous/timings.jsonl"):
         total = row.pop("total")
-        row.pop("iteration")
+        del row["iteration"], row["peak_memory_mib"]
         assert sum(row.values()) == pytest.approx(total, rel=0.02)
 
 

@@ -1,0 +1,240 @@
+"""Figures of a finished run once more, from the numbers in its own records.
+
+Scores, log-probabilities, values and ratios are taken as measured; everything that follows from them by
+arithmetic is done again with the kernel's own formulas and compared. Each function returns a line that
+says what held and raises ValueError at the first thing that does not, with both numbers.
+"""
+
+import math
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from kernel import ppo, report, state
+from kernel.chat import Chat
+from kernel.data import Draws, read_json, read_jsonl
+from kernel.optim import learning_rate
+from kernel.rubric import rubric
+from kernel.run import REPOSITORY
+
+CLOSE = (
+    1e-5  # relative or absolute; the same float32 arithmetic on another machine may round otherwise
+)
+TRAINED = {"10_sft": "sft", "20_reward": "reward", "30_ppo": "ppo"}  # stage: its part of the config
+
+
+def same(where: str, stored, computed) -> None:
+    """Raises ValueError unless two numbers, or lists of numbers, agree within CLOSE."""
+    left = stored if isinstance(stored, list) else [stored]
+    right = computed if isinstance(computed, list) else [computed]
+    if len(left) != len(right):
+        raise ValueError(f"{where}: {len(left)} numbers stored, {len(right)} recomputed")
+    for position, (a, b) in enumerate(zip(left, right)):
+        if not math.isclose(a, b, rel_tol=CLOSE, abs_tol=CLOSE):
+            at = f" [{position}]" if isinstance(stored, list) else ""
+            raise ValueError(f"{where}{at}: {a} is stored, {b} follows from the records")
+
+
+def equal(where: str, stored, computed) -> None:
+    """The same for nested dicts and lists; numbers within CLOSE, everything else exactly."""
+    left, right = dict(state.walk(stored)), dict(state.walk(computed))
+    for name in left | right:
+        a, b = left.get(name), right.get(name)
+        if isinstance(a, float) and isinstance(b, float):
+            same(f"{where} {name}", a, b)
+        elif a != b:
+            raise ValueError(f"{where} {name}: {a!r} is stored, {b!r} follows from the records")
+
+
+class Run:
+    """A run folder with its config and a log of what held."""
+
+    def __init__(self, folder: Path):
+        self.dir = folder
+        config = read_json(folder / "config.json")
+        self.common, self.model = config["common"], config["model"]
+        model_dir = Path(self.common["model_dir"])
+        self.model_dir = model_dir if model_dir.is_absolute() else REPOSITORY / model_dir
+
+    def rows(self, name: str) -> list[dict]:
+        return read_jsonl(self.dir / name)
+
+    def record(self, stage: str, variant: str | None = None) -> dict | None:
+        path = self.dir / "outputs" / stage / (variant or "") / "record.json"
+        return read_json(path) if path.is_file() else None
+
+
+# ---- figures of the training loops --------------------------------------------------------------
+
+
+def schedule(run: Run, stage: str) -> str:
+    """One row per update, in order, and the learning rate of each."""
+    config = run.record(stage, "continuous")["identity"]
+    common, own = config["common"], config[TRAINED[stage]]
+    rows = run.rows(f"outputs/{stage}/continuous/metrics.jsonl")
+    counted = "iteration" if stage == "30_ppo" else "update"
+    equal(
+        f"{stage} metrics.jsonl {counted}", [r[counted] for r in rows], [*range(1, len(rows) + 1)]
+    )
+    each = own.get("ppo_epochs", 1)
+    total = len(rows) * each
+    warmup = round(common["warmup"] * total)
+    peaks = (
+        {"actor_lr": own["actor_lr"], "critic_lr": own["critic_lr"]}
+        if stage == "30_ppo"
+        else {"lr": own["learning_rate"]}
+    )
+    for row in rows:
+        for key, peak in peaks.items():
+            want = learning_rate(row[counted] * each - 1, total, peak, warmup, common["final_lr"])
+            same(
+                f"{stage} metrics.jsonl {counted} {row[counted]} {key}",
+                row[key] / peak,
+                want / peak,
+            )
+    return f"{len(rows)} rows of metrics, learning rates recomputed"
+
+
+def rollouts(run: Run) -> str:
+    """Prompts drawn, token rewards, GAE, losses and metrics of every iteration, from stored tokens."""
+    identity = run.record("30_ppo", "continuous")["identity"]
+    own, common = identity["ppo"], identity["common"]
+    prompts = run.rows("data/train/prompts.jsonl")
+    draws = Draws(len(prompts), common["sampler_seed"])
+    stored = run.rows("outputs/30_ppo/continuous/rollouts.jsonl")
+    metrics = run.rows("outputs/30_ppo/continuous/metrics.jsonl")
+    groups = {n: list(rows) for n, rows in groupby(stored, key=lambda row: row["iteration"])}
+    equal("30_ppo rollouts.jsonl iterations", [*groups], [row["iteration"] for row in metrics])
+    for row, group in zip(metrics, groups.values()):
+        where = f"30_ppo iteration {row['iteration']}"
+        drawn = [prompts[i]["id"] for i in draws.take(own["rollouts"])]
+        equal(f"{where} prompts", [r["prompt_id"] for r in group], drawn)
+        for r in group:
+            ended = r["response_ids"][-1] == common["eos_id"]
+            equal(
+                f"{where} {r['rollout']} finish_reason",
+                r["finish_reason"],
+                "eos" if ended else "length",
+            )
+        for name, value in iteration_figures(where, group, own).items():
+            same(f"{where} {name}", row[name], value)
+    first = load_file(run.dir / "outputs/30_ppo/continuous/first_logits.safetensors")
+    known = {row["rollout"]: row for row in stored}
+    for name, logits in first.items():
+        logprob = logits.log_softmax(-1)[known[name]["response_ids"][0]].item()
+        same(f"30_ppo first_logits {name}", known[name]["old_logprobs"][0], logprob)
+    return f"{len(stored)} rollouts: prompts, token rewards, GAE, losses and {len(metrics)} metric rows"
+
+
+def iteration_figures(where: str, group: list[dict], own: dict) -> dict[str, float]:
+    """One row of PPO's metrics, as far as it follows from the rollouts; checks their own columns too."""
+
+    def padded(lists: list[list], dtype=torch.float32) -> torch.Tensor:
+        width = max(map(len, lists))
+        return torch.tensor([row + [0] * (width - len(row)) for row in lists], dtype=dtype)
+
+    def column(name: str) -> torch.Tensor:
+        return padded([row[name] for row in group])  # (B, T)
+
+    mask = padded([[1] * len(row["response_ids"]) for row in group], torch.bool)
+    finished = torch.tensor([row["finish_reason"] == "eos" for row in group])
+    scores = torch.tensor([row["score"] for row in group])
+    centred = scores - group[0]["center"]
+    old, ref, values = column("old_logprobs"), column("ref_logprobs"), column("old_values")
+    rewards = ppo.token_rewards(
+        centred, old, ref, mask, finished, own["kl_coef"], own["cutoff_penalty"]
+    )
+    advantages, returns = ppo.gae(rewards, values, mask, own["gamma"], own["gae_lambda"])
+    for name, tensor in (("rewards", rewards), ("advantages", advantages), ("returns", returns)):
+        for b, row in enumerate(group):
+            length = len(row["response_ids"])
+            same(f"{where} {row['rollout']} {name}", row[name], tensor[b, :length].tolist())
+    mean = lambda x: ppo.response_mean(x, mask).item()  # noqa: E731
+    figures = {
+        "score": scores.mean().item(),
+        "kl": mean(column("kl")),
+        "log_ratio": mean(old - ref),
+        "kl_reward": (rewards.sum(1) - centred).mean().item(),
+        "tokens": mask.sum(1).float().mean().item(),
+        "finished": finished.float().mean().item(),
+        "scoring_gap": (column("full_logprobs") - old).abs().max().item(),
+        "value": mean(values),
+        "return": mean(returns),
+        "advantage": mean(advantages),
+        "explained_variance": ppo.explained_variance(values, returns, mask).item(),
+    }
+    for epoch in range(own["ppo_epochs"]):
+        ratio = padded([row["ratios"][epoch] for row in group]).masked_fill(~mask, 1)
+        clipped = ratio.clamp(1 - own["clip_range"], 1 + own["clip_range"])
+        bites = (clipped * advantages < ratio * advantages) & mask
+        for b, row in enumerate(group):
+            length = len(row["response_ids"])
+            equal(
+                f"{where} {row['rollout']} clip_bites of epoch {epoch + 1}",
+                row["clip_bites"][epoch], bites[b, :length].tolist(),
+            )  # fmt: skip
+        new_values = padded([row["new_values"][epoch] for row in group])
+        figures |= {
+            f"policy_loss_{epoch + 1}": -mean(
+                torch.minimum(ratio * advantages, clipped * advantages)
+            ),
+            f"value_loss_{epoch + 1}": ppo.value_loss(new_values, returns, mask).item(),
+            f"clip_fraction_{epoch + 1}": (bites.sum() / mask.sum()).item(),
+            f"approx_kl_{epoch + 1}": mean(ratio - 1 - ratio.log()),
+        }
+    return figures
+
+
+# ---- figures of the held-out stages -------------------------------------------------------------
+
+
+def generations(run: Run) -> str:
+    """Both policies answered every held-out prompt once, and text and ids agree."""
+    chat = Chat({**run.common, "model_dir": str(run.model_dir)})
+    wanted = [row["id"] for row in run.rows("data/heldout/prompts.jsonl")]
+    rows = run.rows("outputs/40_generate/generations.jsonl")
+    for policy in ("sft", "ppo"):
+        own = [row["id"] for row in rows if row["policy"] == policy]
+        equal(f"40_generate {policy} ids", own, wanted)
+    for row in rows:
+        where = f"40_generate {row['policy']} {row['id']}"
+        equal(f"{where} text", row["text"], chat.decode(row["response_ids"]))
+        ended = row["response_ids"][-1] == chat.eos_id
+        equal(f"{where} finish_reason", row["finish_reason"], "eos" if ended else "length")
+    return f"{len(rows)} answers, texts and finish reasons follow from the ids"
+
+
+def evaluation(run: Run) -> str:
+    """Verdicts from the answers' own words, tables from the verdicts."""
+    labels = {row["id"]: row for row in run.rows("data/heldout/labels.jsonl")}
+    written = run.rows("outputs/40_generate/generations.jsonl")
+    answers = run.rows("outputs/50_evaluate/answers.jsonl")
+    for row, source in zip(answers, written, strict=True):
+        where = f"50_evaluate answers.jsonl {row['policy']} {row['id']}"
+        for key in ("policy", "id", "text", "finish_reason", "prompt"):
+            equal(f"{where} {key}", row[key], source[key])
+        said = rubric(row["prompt"], row["text"], row["finish_reason"], labels[row["id"]])
+        equal(f"{where} verdict", row["verdict"], said)
+        tokens = len(source["response_ids"])
+        ratio = sum(a - r for a, r in zip(source["logprobs"], source["ref_logprobs"])) / tokens
+        equal(f"{where} tokens", row["tokens"], tokens)
+        same(f"{where} log_ratio", row["log_ratio"], ratio)
+        same(f"{where} kl", row["kl"], sum(source["kl"]) / tokens)
+    seed = run.record("50_evaluate")["identity"]["evaluate"]["bootstrap_seed"]
+    figures = report.evaluation(answers, seed)
+    stored = read_json(run.dir / "outputs/50_evaluate/results.json")
+    equal("50_evaluate results.json", {key: stored[key] for key in figures}, figures)
+    table = (run.dir / "outputs/50_evaluate/table.md").read_text(encoding="utf-8").splitlines()
+    lines = report.results_table(figures["results"])
+    equal("50_evaluate table.md", table[: len(lines)], lines)
+    return f"{len(answers)} verdicts, the table, the intervals, the verdict"
+
+
+def probes(run: Run) -> str:
+    figures = report.courtesy_effects(run.rows("outputs/60_probe/probes.jsonl"))
+    answers = run.rows("outputs/50_evaluate/answers.jsonl")
+    figures["polite"] = {name: report.polite_share(answers, name) for name in ("sft", "ppo")}
+    equal("60_probe probes.json", read_json(run.dir / "outputs/60_probe/probes.json"), figures)
+    return f"{len(figures['contexts'])} contexts, courtesy effects recomputed"

@@ -1,0 +1,173 @@
+"""Does a run folder still say the truth? Recompute its hashes, and its figures from its own records.
+
+    bash run_all.sh verify [run folder]          # or: python -m kernel.verify runs/smollm2
+
+From the base model up: base model, corpus, SFT, reward model, PPO, generations, evaluation, probes; the
+first thing that does not hold is named and ends the walk with status 1. Nothing is written,
+no model is run: the scores and log-probabilities in the records are taken as measured, and everything
+that follows from them by arithmetic is done again.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from kernel import corpus, lineage, recompute, state
+from kernel.data import check_corpus, read_json, read_jsonl, sha256_file
+from kernel.lock import lock_folder
+from kernel.model import model_sha256
+from kernel.recompute import TRAINED, Run, equal
+from kernel.run import REPOSITORY, one_line_errors, versions
+from kernel.stage import shown
+
+# ---- hashes -------------------------------------------------------------------------------------
+
+
+def base_model(run: Run) -> str:
+    if not run.model_dir.is_dir():
+        raise ValueError(f"{run.model_dir}: the base model is missing")
+    changed = state.identity_differences(run.model, model_sha256(run.model_dir))
+    if changed:
+        raise ValueError(f"{run.model_dir} is not the base model of this run: {changed[0]}")
+    return f"{run.model_dir.name}, sha256 {run.model['base_sha256'][:16]}"
+
+
+def data(run: Run) -> str:
+    manifest = check_corpus(run.dir / "data")
+    rows = {name: run.rows(f"data/{name}") for name in manifest["sha256"]}
+    counts = {name: len(content) for name, content in rows.items()}
+    equal("data/manifest.json rows", manifest["rows"], counts)
+    if manifest["corpus"] == "OfficeHelpPrefs-v1":
+        equal("data/manifest.json audit", manifest["audit"], corpus.audit(rows))
+    return f"{sum(counts.values())} rows in {len(rows)} files, the audit holds"
+
+
+def files(run: Run, stage: str, variant: str | None) -> str:
+    """The sha256 of everything a finished stage read and wrote, and its newest state."""
+    record = run.record(stage, variant)
+    where = f"outputs/{stage}/{variant or ''}".rstrip("/") + "/record.json"
+    changed = state.identity_differences(record["identity"]["model"], run.model)
+    if changed:
+        raise ValueError(f"{where}: made from another base model ({changed[0]})")
+    have = lineage.checked_inputs(run.dir, list(record["identity"]["parents"]))
+    changed = state.identity_differences(record["identity"]["parents"], have)
+    faults = [f"{where}: read another {difference}" for difference in changed]
+    faults += lineage.record_faults(run.dir, record)
+    if faults:
+        raise ValueError(faults[0])
+    if variant:
+        stored_state(run, stage, variant, record)
+    return f"{len(have)} inputs, {len(record['outputs'])} outputs"
+
+
+def stored_state(run: Run, stage: str, variant: str, record: dict) -> None:
+    """The final state: its content, the adapters made from it, and the history beside it."""
+    checkpoints, outputs = (run.dir / kind / stage / variant for kind in ("checkpoints", "outputs"))
+    path, notes = state.newest_state(checkpoints, outputs)
+    if path is None or notes:
+        raise ValueError(f"{checkpoints}: {'; '.join(notes) or 'no state'}")
+    content, identity = state.load_state(path)
+    if state.content_hash(content) != read_json(state.manifest_path(path))["content_sha256"]:
+        raise ValueError(f"{path}: its content is not what the manifest says")
+    changed = state.identity_differences(identity, record["identity"])
+    if changed:
+        raise ValueError(f"{path}: another identity than its record ({changed[0]})")
+    equal(f"{outputs}/metrics.jsonl", read_jsonl(outputs / "metrics.jsonl"), content["history"])
+    roles = content.get("roles") or content
+    for file, role in (("adapter", stage_role(stage)), ("critic", "critic")):
+        saved = checkpoints / f"{file}.safetensors"
+        if saved.is_file() and (found := state.differences(load_file(saved), roles[role])):
+            raise ValueError(f"{saved}: not the tensors of {path.name} ({found[0]})")
+
+
+def stage_role(stage: str) -> str:
+    return "reward" if stage == "20_reward" else "actor"
+
+
+def proof(run: Run, stage: str) -> str:
+    path = run.dir / "outputs" / stage / "check" / "proof.json"
+    stored = read_json(path)
+    now = lineage.compare_variants(
+        run.dir, stage, tuple(name for name in stored["sha256"]["resume"] if name != "state")
+    )
+    if not now["equal"]:
+        raise ValueError(f"{path}: resume and continuous differ in {now['differences'][0]}")
+    equal(str(path), stored, now)
+    return f"resume equals continuous in {now['leaves']} tensors, counters and history entries"
+
+
+# ---- the walk -----------------------------------------------------------------------------------
+
+
+def verify(run: Run) -> list[str]:
+    """Print a line for all that holds; returns what is not there yet. Raises ValueError at a fault."""
+    missing = []
+
+    def held(name: str, check, *args) -> None:
+        print(f"  holds  {name:<22} {check(run, *args)}", flush=True)
+
+    held("base model", base_model)
+    held("corpus", data)
+    further = {
+        "10_sft": [(recompute.schedule, "10_sft")],
+        "20_reward": [(recompute.schedule, "20_reward")],
+        "30_ppo": [(recompute.schedule, "30_ppo"), (recompute.rollouts,)],
+        "40_generate": [(recompute.generations,)],
+        "50_evaluate": [(recompute.evaluation,)],
+        "60_probe": [(recompute.probes,)],
+    }
+    for stage, checks in further.items():
+        variants = ("continuous", "interrupt", "resume") if stage in TRAINED else (None,)
+        finished = [variant for variant in variants if run.record(stage, variant)]
+        missing += [f"{stage} {v or ''}".strip() for v in variants if v not in finished]
+        for variant in finished:
+            held(f"{stage} {variant or ''}", files, stage, variant)
+        if (run.dir / "outputs" / stage / "check" / "proof.json").is_file():
+            held(f"{stage} check", proof, stage)
+        elif stage in TRAINED:
+            missing.append(f"{stage} check")
+        for check, *args in checks if variants[0] in finished else []:
+            held(f"  {check.__name__}", check, *args)
+    return missing
+
+
+def other_code(run: Run) -> list[str]:
+    """What need not hold: stages made by other code or library versions than today's."""
+    found = []
+    for path in sorted((run.dir / "outputs").glob("**/record.json")):
+        record = read_json(path)
+        then = {key: record["identity"][key] for key in ("code", "versions")}
+        sources = {
+            name: REPOSITORY / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
+            for name in then["code"]
+        }
+        now = {
+            "code": {name: sha256_file(p) for name, p in sources.items() if p.is_file()},
+            "versions": versions(),
+        }
+        if changed := state.identity_differences(then, now):
+            label = f"{record['stage']} {record['variant'] or ''}".strip()
+            found.append(f"{label} was made by other code or libraries: {shown(changed)}")
+    return found
+
+
+def main() -> None:
+    one_line_errors("verify")
+    folder = Path(sys.argv[1]).resolve()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no run folder: it has no config.json")
+    if os.access(folder, os.W_OK):  # somebody working in it would look like a fault
+        lock_folder(folder)
+    print(f"verify: {folder}")
+    missing = verify(Run(folder))
+    for note in other_code(Run(folder)):
+        print(f"  note   {note}")
+    for name in missing:
+        print(f"  not finished: {name}")
+    print("verify: everything that is there holds" if missing else "verify: the whole run holds")
+
+
+if __name__ == "__main__":
+    main()
