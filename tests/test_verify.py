@@ -54,7 +54,7 @@ def flip(path: Path, at: float = 0.5) -> None:
 
 
 def update_record(run: Path, name: str) -> None:
-    """Make the maker's record, and the states' marks, agree with the file again; drop the exact check."""
+    """Make the maker's record and the states' marks agree with the file; drop the exact check."""
     shutil.rmtree(run / "outputs" / lineage.maker(name).split("/")[0] / "check", ignore_errors=True)
     record_path = run / "outputs" / lineage.maker(name) / "record.json"
     record = read_json(record_path)
