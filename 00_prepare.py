@@ -33,7 +33,8 @@ shared = parser.add_argument_group("settings fixed here for all stages (default:
 shared.add_argument("--base-dtype", choices=("bfloat16", "float32"))
 shared.add_argument("--attention", choices=("eager", "sdpa"))
 shared.add_argument("--device", choices=("auto", "cpu", "cuda"))
-shared.add_argument("--threads", type=int, help="per process; part of what makes a run exact")
+shared.add_argument("--threads", type=int, help="of 10, 20, 30; part of what makes a run exact")
+shared.add_argument("--threads-alone", type=int, help="of 40, 50, 60, which run alone")
 shared.add_argument("--lora-r", type=int)
 shared.add_argument("--lora-alpha", type=float)
 
@@ -48,6 +49,16 @@ common["device"] = run.resolve_device(common["device"])
 run.check_writable(folder)
 if note := lock_folder(folder):
     print(f"00_prepare: {note}")
+if (folder / "config.json").is_file() and not args.base_dtype:  # decided once, when it was made
+    common["base_dtype"] = read_json(folder / "config.json")["common"]["base_dtype"]
+elif not args.base_dtype and common["device"] == "cpu" and common["base_dtype"] == "bfloat16":
+    slower = run.bfloat16_slowdown()
+    if slower > 1.5:
+        common["base_dtype"] = "float32"
+        print(
+            f"base dtype: float32, because bfloat16 is {slower:.1f} times slower on this processor "
+            "(--base-dtype bfloat16 takes it all the same)"
+        )
 data = folder / "data"
 
 # ---- corpus and audit ---------------------------------------------------------------------------

@@ -178,9 +178,11 @@ for iteration in bar:
         prompt_lists, response_lists = as_lists(batch)
         scores = judge(prompt_lists, response_lists)  # (B,)
 
-    # 4. The critic's value of the state before each token.
-    with phases("critic"), torch.no_grad():
-        old_values = response_values(critic, batch)  # (B, T)
+    # 4. The critic's value of the state before each token. The first update meets the same critic, so
+    # this pass, with its graph, serves there as well.
+    with phases("critic"):
+        new_values = response_values(critic, batch)  # (B, T)
+        old_values = new_values.detach()
 
     # 5. Token rewards, advantages, returns. They do not change during the updates below.
     rewards = token_rewards(
@@ -206,7 +208,8 @@ for iteration in bar:
             )
             loss.backward()
             policy = actor_optimizer.step(loss.detach(), f"actor, {where}")
-            new_values = response_values(critic, batch)  # (B, T)
+            if epoch > 1:
+                new_values = response_values(critic, batch)  # (B, T)
             loss = value_loss(new_values, returns, mask)
             loss.backward()
             value = critic_optimizer.step(loss.detach(), f"critic, {where}")

@@ -8,7 +8,8 @@ REFERENCE = {
         "base_dtype": "bfloat16",
         "attention": "eager",
         "device": "auto",  # cuda if present, else cpu; decided once by 00_prepare.py
-        "threads": 1,  # per process; run_all.sh runs two variants side by side
+        "threads": 1,  # of a trained stage: run_all.sh runs two variants side by side
+        "threads_alone": 2,  # of a stage that runs alone
         "prompt_limit": 256,  # tokens, chat template included
         "response_limit": 64,  # tokens, EOS included
         "context_limit": 320,

@@ -5,6 +5,7 @@ import os
 import platform
 import random
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic CUDA matrix products
@@ -26,7 +27,7 @@ transformers.utils.logging.disable_progress_bar()
 REPOSITORY = Path(__file__).resolve().parent.parent
 COUNTS = (  # settings that must be positive
     "epochs batch micro_batch validation_rows iterations stop_at rollouts ppo_epochs generate_batch "
-    "threads lora_r"
+    "threads threads_alone lora_r lora_alpha prompt_limit response_limit context_limit"
 ).split()
 VARIANTS = ("continuous", "interrupt", "resume", "check")
 
@@ -81,15 +82,7 @@ def override(section: dict, args) -> dict:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if number and not (value == value and abs(value) < 1e12):
             raise ValueError(f"--{key.replace('_', '-')} must be a finite number, not {value}")
-        if key in (
-            "batch",
-            "micro_batch",
-            "iterations",
-            "rollouts",
-            "ppo_epochs",
-            "stop_at",
-            "epochs",
-        ):
+        if key in COUNTS and number:
             if value <= 0:
                 raise ValueError(f"--{key.replace('_', '-')} must be positive, not {value}")
     return merged
@@ -118,6 +111,25 @@ def resolve_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device is visible to torch")
     return name
+
+
+def bfloat16_slowdown() -> float:
+    """Time of a bfloat16 matrix product over the same in float32, both of a small model's shape.
+
+    Measured, because names of instruction sets say little: a processor without bfloat16 arithmetic
+    emulates it many times slower, one with it is about twice as fast.
+    """
+
+    def best(dtype: torch.dtype) -> float:
+        x, weight = torch.ones(256, 576, dtype=dtype), torch.ones(1536, 576, dtype=dtype)
+        seconds = []
+        for _ in range(7):  # the first ones choose and warm up a kernel
+            start = time.perf_counter()
+            torch.nn.functional.linear(x, weight)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    return best(torch.bfloat16) / best(torch.float32)
 
 
 def settle(threads: int) -> None:

@@ -81,7 +81,7 @@ class Stage:
             for left_by_a_crash in folder.glob(".*.tmp"):
                 left_by_a_crash.unlink()
         guard.enclose(self.dir, ["config.json", *reads], writes)
-        settle(self.config["threads"])
+        settle(self.config["threads" if self.variant else "threads_alone"])
         self.started = time.perf_counter()
         self.stopping = False
         if self.variant:

@@ -209,10 +209,7 @@ FORGERIES = [
     (set_in("returns", -1, 0.1), "returns ["),
     (set_in("score", None, 9.0), "rewards ["),
     (set_in("finish_reason", None, "length"), "finish_reason"),
-    (
-        metric("policy_loss_2", 0.01),
-        "history",
-    ),  # first against the state, then against the rollouts
+    (metric("policy_loss_2", 0.01), "metrics.jsonl [5].policy_loss_2"),  # the state knows
     (dropped_rollout, "prompts"),
     (other_prompt, "prompts"),
     (other_text, "text"),
