@@ -30,7 +30,11 @@ torch.manual_seed(0)
 lora = LoraConfig(
     r=config["lora_r"], lora_alpha=config["lora_alpha"], target_modules=list(PROJECTIONS)
 )
-base = {"dtype": getattr(torch, config["base_dtype"]), "local_files_only": True}
+base = {
+    "dtype": getattr(torch, config["base_dtype"]),
+    "attn_implementation": config["attention"],  # the same on both sides
+    "local_files_only": True,
+}
 policy = get_peft_model(AutoModelForCausalLM.from_pretrained(config["model_dir"], **base), lora)
 
 
@@ -101,8 +105,8 @@ with tempfile.TemporaryDirectory() as folder:
         PPOConfig(
             output_dir=folder,
             use_cpu=True,
-            bf16=False,  # no autocast: it would run the FP32 adapters in bf16
-            gradient_checkpointing=False,  # on by default; it would compute each forward twice
+            bf16=False,  # no autocast, so the adapters compute in FP32
+            gradient_checkpointing=False,
             per_device_train_batch_size=config["rollouts"],
             num_ppo_epochs=config["ppo_epochs"],
             total_episodes=len(prompts),
