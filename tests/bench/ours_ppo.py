@@ -1,0 +1,74 @@
+"""Our side of the benchmark: the loop of 30_ppo.py without its records, at a fixed response length."""
+
+import torch
+from lap import Stopwatch, begin
+
+from kernel.model import make_role
+from kernel.optim import Optimizer
+from kernel.ppo import gae, policy_loss, token_rewards, value_loss
+from kernel.rollout import as_lists, sample
+from kernel.run import settle
+from kernel.score import (
+    active_logits,
+    exact_kl,
+    learned_reward,
+    pad_prompts,
+    pick_logprobs,
+    response_values,
+)
+
+NO_EOS = -1  # no token has this id, so every response takes all its tokens
+
+args, config, prompts = begin()
+settle(args.threads)
+device = torch.device("cpu")
+pad_id, rollouts = config["pad_id"], config["rollouts"]
+generator = torch.Generator().manual_seed(config["generation_seed"])
+
+actor = make_role("actor", config, device, seed=config["adapter_seed"])
+reference = make_role("reference", config, device, seed=config["adapter_seed"]).freeze()
+critic = make_role("critic", config, device, seed=config["adapter_seed"], head="zero")
+reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal").freeze()
+updates = config["iterations"] * config["ppo_epochs"]
+actor_optimizer = Optimizer(actor.learned(), updates, config["actor_lr"], config)
+critic_optimizer = Optimizer(critic.learned(), updates, config["critic_lr"], config)
+judge = learned_reward(reward, pad_id, device)
+
+watch = Stopwatch()
+for start in range(0, len(prompts), rollouts):
+    # Steps 1 to 6 of 30_ppo.py.
+    prompt_ids, prompt_mask = pad_prompts(prompts[start : start + rollouts], pad_id, device)
+    rollout = sample(
+        actor, prompt_ids, prompt_mask, args.response_tokens, NO_EOS, pad_id, generator
+    )
+    batch, old_logprobs, mask = rollout.batch, rollout.old_logprobs, rollout.batch.response_mask
+    assert mask.all() and mask.shape == (rollouts, args.response_tokens)
+    watch.mark("generation")
+
+    with torch.no_grad():
+        ref_logits = active_logits(reference, batch)  # (N, V)
+        ref_logprobs = pick_logprobs(ref_logits, batch)  # (B, T)
+        old_values = response_values(critic, batch)  # (B, T)
+    scores = judge(*as_lists(batch))  # (B,)
+    rewards = token_rewards(
+        scores, old_logprobs, ref_logprobs, mask, rollout.finished,
+        config["kl_coef"], config["cutoff_penalty"],
+    )  # fmt: skip
+    advantages, returns = gae(rewards, old_values, mask, config["gamma"], config["gae_lambda"])
+    watch.mark("scoring")
+
+    for epoch in range(config["ppo_epochs"]):
+        logits = active_logits(actor, batch)  # (N, V)
+        new_logprobs = pick_logprobs(logits, batch)  # (B, T)
+        if epoch == 0:
+            exact_kl(logits, ref_logits, mask)
+            del ref_logits
+        loss, _ = policy_loss(new_logprobs, old_logprobs, advantages, mask, config["clip_range"])
+        loss.backward()
+        actor_optimizer.step(loss.detach(), "actor")
+        loss = value_loss(response_values(critic, batch), returns, mask)
+        loss.backward()
+        critic_optimizer.step(loss.detach(), "critic")
+    watch.mark("training")
+    watch.lap()
+watch.report()
