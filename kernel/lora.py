@@ -78,6 +78,44 @@ class LoRALinear(nn.Module):
         return (self.base(x).float() + self.scale * branch).to(x.dtype)
 
 
+class Merged:
+    """Adapted projections that read the same input, as one matrix: (N, in) -> (N, sum of outputs)."""
+
+    def __init__(self, *layers: LoRALinear):
+        self.layers, bases = layers, [layer.base for layer in layers]
+        self.weight = self.join([base.weight for base in bases])
+        self.bias = None if bases[0].bias is None else self.join([base.bias for base in bases])
+
+    @staticmethod
+    def join(parts: list[torch.nn.Parameter]) -> torch.Tensor:
+        """One tensor below the other; the parts become views of it, so nothing is stored twice."""
+        joined = torch.cat([part.data for part in parts])
+        for part, rows in zip(parts, joined.split([len(part) for part in parts])):
+            part.data = rows
+        return joined
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        adapters = [p for layer in self.layers for p in (layer.A, layer.B)]
+        return LoRAFunction.apply(x, self.weight, self.bias, self.layers[0].scale, *adapters)
+
+
+class Stacked:
+    """`Merged` for few rows and no gradients: the adapters, as they are now, as one product each.
+
+    A step of decoding costs its number of calls as much as its numbers; B is block-diagonal.
+    """
+
+    @torch.no_grad()
+    def __init__(self, merged: Merged):
+        self.weight, self.bias = merged.weight, merged.bias
+        self.A = torch.cat([layer.A for layer in merged.layers]).T  # (in, r per projection)
+        self.B = torch.block_diag(*[layer.scale * layer.B.T for layer in merged.layers])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, self.weight, self.bias).float()
+        return out.addmm_(x.float() @ self.A, self.B).to(x.dtype)
+
+
 def add_lora(model: nn.Module, r: int, alpha: float, seed: int) -> list[str]:
     """Freeze `model` and wrap all seven projections of every block; returns the wrapped names.
 

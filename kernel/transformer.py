@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernel.lora import LoRAFunction, LoRALinear
+from kernel.lora import Merged, Stacked
 
 
 class Packed(NamedTuple):
@@ -140,8 +140,35 @@ class Attention(torch.autograd.Function):
         return merged.view(len(merged), -1), None, None, None, None, None
 
 
+class Layer:
+    """One block: four ways from (N, in) to (N, out), and two norms."""
+
+    def __init__(self, qkv, o, gate_up, down, norm: torch.Tensor, mlp_norm: torch.Tensor):
+        self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
+        self.norm, self.mlp_norm = norm, mlp_norm
+
+    @classmethod
+    def of(cls, block: torch.nn.Module) -> "Layer":
+        attention, mlp = block.self_attn, block.mlp
+        return cls(
+            Merged(attention.q_proj, attention.k_proj, attention.v_proj),
+            Merged(attention.o_proj),
+            Merged(mlp.gate_proj, mlp.up_proj),
+            Merged(mlp.down_proj),
+            block.input_layernorm.weight,
+            block.post_attention_layernorm.weight,
+        )
+
+    def stacked(self) -> "Layer":
+        ways = (Stacked(way) for way in (self.qkv, self.o, self.gate_up, self.down))
+        return Layer(*ways, self.norm, self.mlp_norm)
+
+
 class Cache:
-    """Rotated keys and values of every layer, FP32, for rows that grow by one column per step."""
+    """Rotated keys and values of every layer, FP32, for rows that grow by one column per step.
+
+    It also holds the layers with their adapters stacked, as they are when it is made.
+    """
 
     def __init__(self, transformer: "Transformer", rows: int, columns: int):
         K, E = transformer.kv_heads, transformer.head_size
@@ -149,6 +176,7 @@ class Cache:
         self.keys = torch.zeros(shape, device=transformer.embedding.device)
         self.values = torch.zeros_like(self.keys)
         self.filled = 0  # columns
+        self.layers = [layer.stacked() for layer in transformer.layers]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor):
         """Add columns, (R, K, columns, E), and return all of the layer; `filled` moves after a pass."""
@@ -156,42 +184,6 @@ class Cache:
         self.keys[layer, :, :, self.filled : end] = keys
         self.values[layer, :, :, self.filled : end] = values
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-
-class Merged:
-    """Adapted projections that read the same input, as one matrix: (N, in) -> (N, sum of outputs)."""
-
-    def __init__(self, *layers: LoRALinear):
-        self.layers, bases = layers, [layer.base for layer in layers]
-        self.weight = self.join([base.weight for base in bases])
-        self.bias = None if bases[0].bias is None else self.join([base.bias for base in bases])
-
-    @staticmethod
-    def join(parts: list[torch.nn.Parameter]) -> torch.Tensor:
-        """One tensor below the other; the parts become views of it, so nothing is stored twice."""
-        joined = torch.cat([part.data for part in parts])
-        for part, rows in zip(parts, joined.split([len(part) for part in parts])):
-            part.data = rows
-        return joined
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        adapters = [p for layer in self.layers for p in (layer.A, layer.B)]
-        return LoRAFunction.apply(x, self.weight, self.bias, self.layers[0].scale, *adapters)
-
-
-class Layer:
-    """The tensors of one block."""
-
-    def __init__(self, block: torch.nn.Module):
-        attention, mlp = block.self_attn, block.mlp
-        self.qkv = Merged(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o = Merged(attention.o_proj)
-        self.gate_up = Merged(mlp.gate_proj, mlp.up_proj)
-        self.down = Merged(mlp.down_proj)
-        self.norm, self.mlp_norm = (
-            block.input_layernorm.weight,
-            block.post_attention_layernorm.weight,
-        )
 
 
 class Transformer:
@@ -214,7 +206,7 @@ class Transformer:
         if 2 * len(self.rotary.inv_freq) != self.head_size:
             raise ValueError("rotary positions on a part of each head are not supported")
         self.embedding, self.norm = lm.model.embed_tokens.weight, lm.model.norm.weight
-        self.layers = [Layer(block) for block in lm.model.layers]
+        self.layers = [Layer.of(block) for block in lm.model.layers]
 
     def states(self, packed: Packed, wanted: torch.Tensor) -> torch.Tensor:
         """Last hidden states, norm included, of the packed tokens `wanted` (M,): (M, D)."""
@@ -223,7 +215,7 @@ class Transformer:
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             return Attention.apply(qkv, cos, sin, packed, self.heads, self.kv_heads)
 
-        return self.run(packed.ids, attend, wanted)
+        return self.run(self.layers, packed.ids, attend, wanted)
 
     def last_states(
         self, ids: torch.Tensor, mask: torch.Tensor, cache: Cache | None = None
@@ -243,7 +235,7 @@ class Transformer:
             cache.write(layer, k[places].transpose(1, 2), v[places].transpose(1, 2))
             return Attention.apply(qkv, cos, sin, packed, self.heads, self.kv_heads)
 
-        states = self.run(packed.ids, attend, places[:, -1])
+        states = self.run(self.layers, packed.ids, attend, places[:, -1])
         cache.filled = ids.shape[1]
         return states
 
@@ -260,16 +252,18 @@ class Transformer:
             scores = (q.view(R, K, H // K, E) @ keys.mT).mul_(E**-0.5).add_(hidden)
             return (scores.softmax(-1) @ values).view(R, H * E).to(qkv.dtype)
 
-        states = self.run(ids, attend)
+        states = self.run(cache.layers, ids, attend)
         cache.filled += 1
         return states
 
-    def run(self, ids: torch.Tensor, attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, layers, ids: torch.Tensor, attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The layers, one after the other. `attend` maps layer number and qkv to attended values."""
         x = self.embedding.index_select(0, ids)  # (N, D)
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(layers):
             attended = attend(number, layer.qkv(RMSNorm.apply(x, layer.norm, self.eps)))
-            if wanted is not None and number == len(self.layers) - 1:
+            if wanted is not None and number == len(layers) - 1:
                 x, attended = (part.index_select(0, wanted) for part in (x, attended))  # (M, .)
             x = x + layer.o(attended)
             gate, up = layer.gate_up(RMSNorm.apply(x, layer.mlp_norm, self.eps)).chunk(2, -1)
