@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernel.data import write_atomic
 from kernel.lora import add_lora
+from kernel.transformer import Transformer
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # both keep backbone.model and lm_head
 
@@ -22,6 +23,7 @@ class Role(nn.Module):
     def __init__(self, name: str, lm: nn.Module, head: nn.Linear | None):
         super().__init__()
         self.name, self.lm, self.head = name, lm, head
+        self.transformer = Transformer(lm)  # no module: it holds the same tensors in another order
 
     def learned(self) -> dict[str, nn.Parameter]:
         """The tensors that are ours, by name: every A and B, and the head. Everything else is base."""

@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache
 
 from kernel.model import Role
 from kernel.score import Batch
+from kernel.transformer import Cache
 
 
 class Rollout(NamedTuple):
@@ -34,7 +34,7 @@ def sample(
     `cached=False` reads the whole prefix again for each token: slow, for reading and for tests.
     """
     B = len(prompt_ids)
-    cache = DynamicCache(config=role.lm.config) if cached else None
+    cache = Cache(role.transformer, B, prompt_ids.shape[1] + limit) if cached else None
     ids, mask = prompt_ids, prompt_mask  # (B, P + t), grows by one column per token
     alive = torch.ones(B, dtype=torch.bool, device=ids.device)
     tokens, actives, logprobs = [], [], []
@@ -64,18 +64,13 @@ def sample(
     return Rollout(batch, torch.stack(logprobs, 1), ~alive, first_logits)
 
 
-def next_logits(role: Role, ids, mask, cache: DynamicCache | None) -> torch.Tensor:
-    """Logits of the token after each row, (B, V) FP32; with a cache only the new columns are read."""
-    seen = cache.get_seq_length() if cache is not None else 0
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    hidden = role.lm.model(
-        input_ids=ids[:, seen:],
-        attention_mask=mask.long(),
-        position_ids=positions[:, seen:],
-        cache=cache,
-        use_cache=cache is not None,
-    ).last_hidden_state
-    return role.lm.lm_head(hidden[:, -1]).float()
+def next_logits(role: Role, ids, mask, cache: Cache | None) -> torch.Tensor:
+    """Logits of the token after each row, (B, V) FP32; with a cache only the new column is read."""
+    if cache is None or cache.filled == 0:
+        states = role.transformer.last_states(ids, mask, cache)  # (B, D)
+    else:
+        states = role.transformer.next_states(ids[:, -1], mask, cache)
+    return role.lm.lm_head(states).float()
 
 
 def as_lists(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kernel.model import Role
+from kernel.transformer import pack
 
 
 class Batch(NamedTuple):
@@ -48,30 +49,29 @@ def make_batch(prompts: list[list[int]], responses: list[list[int]], pad_id: int
     return Batch(prompt_ids, prompt_mask, ids.to(device), mask.to(device))
 
 
-def hidden_states(role: Role, batch: Batch) -> torch.Tensor:
-    """The last hidden state of every column, (B, L, D), in the base dtype."""
-    input_ids = torch.cat([batch.prompt_ids, batch.response_ids], 1)  # (B, L)
-    mask = torch.cat([batch.prompt_mask, batch.response_mask], 1)
-    # Positions count real tokens: a left-padded row sees the positions it would see alone.
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    return role.lm.model(
-        input_ids=input_ids, attention_mask=mask.long(), position_ids=positions, use_cache=False
-    ).last_hidden_state
+def read(role: Role, batch: Batch, columns: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Last hidden states at chosen columns of the unpadded rows, (N, D) in the base dtype.
+
+    columns (B, T) int64 counts the real tokens of a row, prompt first; wanted (B, T) bool says which
+    of them are read, in row-major order. Rows share what they begin with: each prefix is read once.
+    """
+    ids = torch.cat([batch.prompt_ids, batch.response_ids], 1)  # (B, L)
+    real = torch.cat([batch.prompt_mask, batch.response_mask], 1)
+    packed = pack([row[mask].tolist() for row, mask in zip(ids, real)], ids.device)
+    rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(columns)
+    return role.transformer.states(packed, packed.tokens[rows[wanted], columns[wanted]])
 
 
 def states_before(role: Role, batch: Batch) -> torch.Tensor:
-    """Hidden states from which each response token was predicted, (B, T, D)."""
-    P = batch.prompt_ids.shape[1]
-    return hidden_states(role, batch)[:, P - 1 : -1]
+    """Hidden states from which the active response tokens were predicted, (N, D) in row-major order."""
+    before = batch.prompt_mask.sum(1, keepdim=True) - 1  # (B, 1): the prompt's last token
+    steps = torch.arange(batch.response_ids.shape[1], device=before.device)
+    return read(role, batch, before + steps, batch.response_mask)
 
 
 def active_logits(role: Role, batch: Batch) -> torch.Tensor:
-    """Logits over the vocabulary at the active response tokens, (N, V) FP32, in row-major order.
-
-    NOTE: one contiguous (N, D) gather before the language-model head. The head over all columns, or
-    over a 3-D slice, costs several times the rest of the layer.
-    """
-    return role.lm.lm_head(states_before(role, batch)[batch.response_mask]).float()
+    """Logits over the vocabulary at the active response tokens, (N, V) FP32, in row-major order."""
+    return role.lm.lm_head(states_before(role, batch)).float()
 
 
 def pick_logprobs(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -89,15 +89,16 @@ def response_logprobs(role: Role, batch: Batch) -> torch.Tensor:
 
 def response_values(role: Role, batch: Batch) -> torch.Tensor:
     """V(state before response token t), (B, T) FP32, 0 where masked."""
-    values = role.head(states_before(role, batch).float())[..., 0]
-    return values.masked_fill(~batch.response_mask, 0)
+    values = role.head(states_before(role, batch).float())[:, 0]  # (N,)
+    out = torch.zeros(batch.response_mask.shape, device=values.device)
+    return out.masked_scatter(batch.response_mask, values)
 
 
 def response_scores(role: Role, batch: Batch) -> torch.Tensor:
     """The reward head on the last active response token (EOS included), found by the mask: (B,) FP32."""
-    last = batch.prompt_ids.shape[1] + batch.response_mask.sum(1) - 1  # (B,) column in L
-    rows = torch.arange(len(last), device=last.device)
-    return role.head(hidden_states(role, batch)[rows, last].float())[:, 0]
+    last = batch.prompt_mask.sum(1, keepdim=True) + batch.response_mask.sum(1, keepdim=True) - 1
+    states = read(role, batch, last, torch.ones_like(last, dtype=torch.bool))
+    return role.head(states.float())[:, 0]
 
 
 def pair_scores(
@@ -108,44 +109,9 @@ def pair_scores(
     pad_id: int,
     device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """chosen_scores and rejected_scores, (B,) FP32 each, with the shared prompt read only once.
-
-        input_ids   [pad prompt]   [chosen pad]   [rejected pad]          (B, P + C + R)
-        position     0 .. n-1       n, n+1, ..     n, n+1, ..
-
-    Both answers follow the prompt and neither sees the other; about a third of the tokens is saved.
-    The plain twin is `response_scores` on 2B rows, to which the tests hold this.
-    """
-    left = make_batch(prompts, chosen, pad_id, device)
-    right = make_batch(prompts, rejected, pad_id, device)
-    P, C = left.prompt_ids.shape[1], left.response_ids.shape[1]
-    input_ids = torch.cat([left.prompt_ids, left.response_ids, right.response_ids], 1)
-    real = torch.cat([left.prompt_mask, left.response_mask, right.response_mask], 1)  # (B, L)
-    L = input_ids.shape[1]
-    column = torch.arange(L, device=device)
-    sees = column[:, None] >= column[None, :]  # (L, L) causal: query column, key column
-    sees = sees & ~((column[:, None] >= P + C) & (column[None, :] >= P) & (column[None, :] < P + C))
-    sees = sees[None, None] & real[:, None, None, :]  # (B, 1, L, L)
-    lowest = torch.finfo(
-        reward.lm.dtype
-    ).min  # not -inf: a pad query that sees nothing stays finite
-    bias = torch.zeros(sees.shape, dtype=reward.lm.dtype, device=device).masked_fill(~sees, lowest)
-    length = left.prompt_mask.sum(1, keepdim=True)  # (B, 1) = n
-    positions = (left.prompt_mask.long().cumsum(1) - 1).clamp(min=0)
-    after = [length + torch.arange(width, device=device) for width in (C, L - P - C)]
-    hidden = reward.lm.model(
-        input_ids=input_ids,
-        attention_mask=bias,
-        position_ids=torch.cat([positions, *after], 1),
-        use_cache=False,
-    ).last_hidden_state
-    rows = torch.arange(len(prompts), device=device)
-    last_chosen = P + left.response_mask.sum(1) - 1  # column of the last active token, by the mask
-    last_rejected = P + C + right.response_mask.sum(1) - 1
-    scores = [
-        reward.head(hidden[rows, last].float())[:, 0] for last in (last_chosen, last_rejected)
-    ]
-    return scores[0], scores[1]
+    """chosen_scores and rejected_scores, (B,) FP32 each; the shared prompts are read only once."""
+    batch = make_batch([*prompts, *prompts], [*chosen, *rejected], pad_id, device)
+    return response_scores(reward, batch).chunk(2)
 
 
 def learned_reward(reward: Role, pad_id: int, device):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from kernel.lora import PROJECTIONS, LoRAFunction, LoRALinear, add_lora, lora_reference
+from kernel.lora import PROJECTIONS, LoRAFunction, LoRALinear, add_lora
 from kernel.model import (
     fingerprint,
     load_adapter,
@@ -97,27 +97,35 @@ def test_untrained_adapters_return_the_base_model_bit_for_bit(model_dir, new_rol
     assert torch.equal(role.lm(IDS).logits, load_base(model_dir, dtype, "eager")(IDS).logits)
 
 
-@pytest.mark.parametrize("shape", [(5, 12), (3, 7, 12)], ids=["2d", "3d"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_hand_written_backward_equals_autograd_in_float32(shape, bias):
-    base = nn.Linear(12, 10, bias=bias).requires_grad_(False)
-    layer = LoRALinear(base, 4, 8, generator(0))
-    with torch.no_grad():
-        layer.B.normal_(generator=generator(1))
-    x = torch.randn(shape, generator=generator(2))
-    weights = torch.randn(*shape[:-1], 10, generator=generator(3))
-    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
-    A, B = (p.detach().clone().requires_grad_() for p in (layer.A, layer.B))
+def merged(layers: list[LoRALinear], x: torch.Tensor) -> torch.Tensor:
+    """Several layers on one input through the hand-written function."""
+    bases = [layer.base for layer in layers]
+    weight = torch.cat([base.weight for base in bases])
+    bias = None if bases[0].bias is None else torch.cat([base.bias for base in bases])
+    adapters = [p for layer in layers for p in (layer.A, layer.B)]
+    return LoRAFunction.apply(x, weight, bias, layers[0].scale, *adapters)
 
-    ours = layer(x1)
-    plain = lora_reference(x2, base.weight, base.bias, A, B, layer.scale)
-    assert ours.shape == plain.shape
+
+@pytest.mark.parametrize("widths", [[10], [10, 6, 6]], ids=["one", "three of unequal width"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_hand_written_backward_equals_autograd_in_float32(widths, bias):
+    layers = []
+    for seed, width in enumerate(widths):
+        base = nn.Linear(12, width, bias=bias).requires_grad_(False)
+        layers.append(LoRALinear(base, 4, 8, generator(seed)))
+        layers[-1].B.data.normal_(generator=generator(10 + seed))
+    x = torch.randn(5, 12, generator=generator(2))
+    weights = torch.randn(5, sum(widths), generator=generator(3))
+    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
+    learned = [p for layer in layers for p in (layer.A, layer.B)]
+
+    ours = merged(layers, x1)
+    plain = torch.cat([layer(x2) for layer in layers], 1)
     torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
-    (ours * weights).sum().backward()
-    (plain * weights).sum().backward()
-    for have, want in ((x1.grad, x2.grad), (layer.A.grad, A.grad), (layer.B.grad, B.grad)):
-        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
-    assert base.weight.grad is None
+    have = torch.autograd.grad((ours * weights).sum(), [x1, *learned])
+    want = torch.autograd.grad((plain * weights).sum(), [x2, *learned])
+    for mine, theirs in zip(have, want):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_hand_written_backward_passes_a_numerical_gradient_check():
@@ -137,7 +145,7 @@ def test_hand_written_backward_passes_a_numerical_gradient_check():
     up = torch.randn(3, 5, generator=generator(7), dtype=torch.float64)
     wanted = torch.autograd.grad((plain(x, A, B) * up).sum(), (x, A, B))
     x32, A32, B32 = (v.detach().float().requires_grad_() for v in (x, A, B))
-    out = LoRAFunction.apply(x32, weight.float(), None, A32, B32, 2.0)
+    out = LoRAFunction.apply(x32, weight.float(), None, 2.0, A32, B32)
     have = torch.autograd.grad((out * up.float()).sum(), (x32, A32, B32))
     for mine, exact in zip(have, wanted):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
@@ -153,9 +161,7 @@ def test_hand_written_backward_equals_autograd_in_bfloat16_within_two_roundings(
     x = torch.randn(30, 64, generator=generator(2)).bfloat16()
     weights = torch.randn(30, 48, generator=generator(3)).bfloat16()
     x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
-    A, B = (p.detach().clone().requires_grad_() for p in (layer.A, layer.B))
-    ours = layer(x1)
-    plain = lora_reference(x2, base.weight, base.bias, A, B, layer.scale)
+    ours, plain = merged([layer], x1), layer(x2)
     assert ours.dtype == torch.bfloat16 and layer.A.dtype == layer.B.dtype == torch.float32
 
     def near(have, want, roundings):
@@ -163,12 +169,13 @@ def test_hand_written_backward_equals_autograd_in_bfloat16_within_two_roundings(
         assert (have.float() - want.float()).abs().max() <= bound
 
     near(ours, plain, 1)
-    (ours * weights).sum().backward()
-    (plain * weights).sum().backward()
-    near(x1.grad, x2.grad, 2)
-    assert layer.A.grad.dtype == layer.B.grad.dtype == torch.float32
-    torch.testing.assert_close(layer.A.grad, A.grad, rtol=1e-5, atol=1e-4)  # FP32 in both forms
-    torch.testing.assert_close(layer.B.grad, B.grad, rtol=1e-5, atol=1e-4)
+    learned = [layer.A, layer.B]
+    have = torch.autograd.grad((ours * weights).sum(), [x1, *learned])
+    want = torch.autograd.grad((plain * weights).sum(), [x2, *learned])
+    near(have[0], want[0], 2)
+    for mine, theirs in zip(have[1:], want[1:]):  # FP32 in both forms
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
 def test_first_a_is_kaiming_uniform_and_b_is_zero():

@@ -116,26 +116,18 @@ def test_going_on_from_a_saved_generator_continues_the_draws(llama_dir, new_role
     assert torch.equal(have.old_logprobs, want.old_logprobs)
 
 
-@pytest.mark.parametrize("seen", [None, 0, 3])
-def test_positions_count_real_tokens_also_when_only_new_columns_are_read(seen):
+def test_positions_count_real_tokens_also_when_only_new_columns_are_read(
+    model_dir, new_role, monkeypatch
+):
     # case B21: a rotary model hides a shift of all positions, so they are looked at directly
-    inputs = {}
-
-    def backbone(**given):
-        inputs.update(given)
-        return SimpleNamespace(last_hidden_state=torch.zeros(*given["input_ids"].shape, 1))
-
-    role = SimpleNamespace(lm=SimpleNamespace(model=backbone, lm_head=torch.nn.Linear(1, 5)))
-    cache = None if seen is None else SimpleNamespace(get_seq_length=lambda: seen)
-    ids = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]])
-    mask = torch.tensor([[False, False, True, True], [True, True, True, True]])
-    logits = rollout.next_logits(role, ids, mask, cache)
-    new = slice(seen or 0, None)
-    assert logits.shape == (2, 5)
-    assert torch.equal(inputs["input_ids"], ids[:, new])
-    assert inputs["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
-    real = inputs["position_ids"][mask[:, new]].tolist()
-    assert real == torch.tensor([[-1, -1, 0, 1], [0, 1, 2, 3]])[:, new][mask[:, new]].tolist()
+    role, seen = new_role(model_dir), []
+    angles = role.transformer.angles
+    monkeypatch.setattr(
+        role.transformer, "angles", lambda positions: seen.append(positions) or angles(positions)
+    )
+    draw(role, [[5, 6, 7], [8, 9, 10, 11, 12]], limit=3, eos_id=-1)
+    assert [part.tolist() for part in seen[-2:]] == [[3, 5], [4, 6]]
+    assert sorted(seen[0].tolist()) == [0, 0, 1, 1, 2, 2, 3, 4]
 
 
 # --- what is recorded -----------------------------------------------------------------------------

@@ -178,52 +178,53 @@ def test_batch_neighbours_and_row_order_change_nothing(model_dir, new_role):
 
 
 @pytest.fixture
-def column_role(monkeypatch):
-    """A role whose hidden state at column c is the number c, pads included."""
+def column_role():
+    """A role whose hidden state at a token is its position in the row, padding not counted."""
     head = torch.nn.Linear(1, 1)
     torch.nn.init.ones_(head.weight)
     torch.nn.init.zeros_(head.bias)
 
-    def columns(input_ids, **_):
-        B, L = input_ids.shape
-        return SimpleNamespace(
-            last_hidden_state=torch.arange(L).float()[None, :, None].expand(B, L, 1)
-        )
+    def states(packed, wanted):
+        return packed.positions[wanted].float()[:, None]
 
-    return SimpleNamespace(lm=SimpleNamespace(model=columns), head=head)
+    return SimpleNamespace(transformer=SimpleNamespace(states=states), head=head)
 
 
 def test_values_come_from_the_state_before_each_token(column_role):
     # case B06: prompt of 4 tokens, response of 3
     batch = batch_of([[5, 6, 7, 8]], [[20, 21, 2]])
     assert response_values(column_role, batch).tolist() == [[3, 4, 5]]
-    assert response_values(column_role, padded(batch, 2, 0)).tolist() == [[5, 6, 7]]
-    assert response_values(column_role, padded(batch, 2, 2)).tolist() == [[5, 6, 7, 0, 0]]
+    assert response_values(column_role, padded(batch, 2, 0)).tolist() == [[3, 4, 5]]
+    assert response_values(column_role, padded(batch, 2, 2)).tolist() == [[3, 4, 5, 0, 0]]
 
 
 def test_score_comes_from_the_last_response_token_end_included(column_role):
-    # case B01: prompts fill columns 0..6, responses start in column 7 and are 3, 2 and 5 long
-    assert response_scores(column_role, batch_of()).tolist() == [9, 8, 11]
-    assert response_scores(column_role, padded(batch_of(), 4, 6)).tolist() == [13, 12, 15]
-    assert response_scores(column_role, batch_of(pad_id=EOS)).tolist() == [9, 8, 11]
+    # case B01: prompts of 4, 7 and 1 tokens, responses of 3, 2 and 5
+    assert response_scores(column_role, batch_of()).tolist() == [6, 8, 5]
+    assert response_scores(column_role, padded(batch_of(), 4, 6)).tolist() == [6, 8, 5]
+    assert response_scores(column_role, batch_of(pad_id=EOS)).tolist() == [6, 8, 5]
 
 
-def test_positions_count_real_tokens_and_pads_are_masked_out():
+@pytest.mark.parametrize("left, right", [(0, 0), (2, 3)])
+def test_positions_count_real_tokens_and_pads_are_left_out(left, right):
     # case B21
     seen = {}
 
-    def backbone(**inputs):
-        seen.update(inputs)
-        return SimpleNamespace(last_hidden_state=None)
+    def states(packed, wanted):
+        seen.update(packed._asdict())
+        return torch.zeros(len(wanted), 1)
 
-    score.hidden_states(SimpleNamespace(lm=SimpleNamespace(model=backbone)), batch_of())
-    assert seen["attention_mask"].tolist() == [
-        [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
-        [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1],
-    ]
-    real = [row[m.bool()].tolist() for row, m in zip(seen["position_ids"], seen["attention_mask"])]
-    assert real == [list(range(7)), list(range(9)), list(range(6))]
+    role = SimpleNamespace(
+        transformer=SimpleNamespace(states=states),
+        lm=SimpleNamespace(lm_head=torch.nn.Linear(1, 5)),
+    )
+    score.active_logits(role, padded(batch_of(pad_id=50), left, right, 50))
+    rows = [p + r for p, r in zip(PROMPTS, RESPONSES)]
+    assert 50 not in seen["ids"]
+    for tokens, row in zip(seen["tokens"], rows):
+        tokens = tokens[: len(row)]
+        assert seen["ids"][tokens].tolist() == row
+        assert seen["positions"][tokens].tolist() == list(range(len(row)))
 
 
 def test_logprobs_values_and_mask_have_one_shape(llama_dir, new_role):
@@ -385,9 +386,11 @@ def test_dropout_in_the_model_config_is_off_in_every_role(model_dir, new_role, e
     want = response_scores(plain, batch_of())
     assert torch.equal(response_scores(role, batch_of()), want)
     assert torch.equal(response_scores(role, batch_of()), want)
-    role.lm.train()  # the setting has teeth: in training mode it does change the scores
+    stock = role.lm(torch.tensor([PROMPTS[0]])).logits
+    role.lm.train()  # the setting has teeth: in training mode it does change the stock model
     with torch.random.fork_rng():
-        assert not torch.equal(response_scores(role, batch_of()), want)
+        assert not torch.equal(role.lm(torch.tensor([PROMPTS[0]])).logits, stock)
+    assert torch.equal(response_scores(role, batch_of()), want)
 
 
 def test_gradient_of_the_logprobs_reaches_every_adapter(model_dir, new_role):
