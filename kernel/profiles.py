@@ -119,7 +119,12 @@ PROFILES = {
             "pretrain_echo": 0.5,  # share of chats in which the assistant repeats the user
             "seed": 49,
         },
-        common={"base_dtype": "float32", "eos_id": 2, "pad_id": 0},
+        common={
+            "base_dtype": "float32",
+            "threads_alone": 1,  # matrices too small to share
+            "eos_id": 2,
+            "pad_id": 0,
+        },
         # 3 epochs at 7e-3: every second action wrong; 8 epochs: PPO finds nothing new to sample
         sft={"epochs": 5, "learning_rate": 1e-2},
         # 174 of 180 test pairs; 5e-3 learns the training families by heart (0.83 on validation)

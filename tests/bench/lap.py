@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import resource
 import sys
 import time
 from pathlib import Path
 
 from kernel.chat import Chat
 from kernel.data import Draws, read_json, read_jsonl
+from kernel.metrics import peak_memory_mib
 from kernel.profiles import PROFILES
 from kernel.run import REPOSITORY
 
@@ -56,5 +56,4 @@ class Stopwatch:
         self.phases = {}
 
     def report(self) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
-        print(json.dumps({"laps": self.laps, "peak_gib": peak / 2**20}), flush=True)
+        print(json.dumps({"laps": self.laps, "peak_gib": peak_memory_mib() / 1024}), flush=True)

@@ -48,7 +48,8 @@ for start in range(0, len(prompts), rollouts):
     with torch.no_grad():
         ref_logits = active_logits(reference, batch)  # (N, V)
         ref_logprobs = pick_logprobs(ref_logits, batch)  # (B, T)
-        old_values = response_values(critic, batch)  # (B, T)
+    new_values = response_values(critic, batch)  # (B, T)
+    old_values = new_values.detach()
     scores = judge(*as_lists(batch))  # (B,)
     rewards = token_rewards(
         scores, old_logprobs, ref_logprobs, mask, rollout.finished,
@@ -66,7 +67,9 @@ for start in range(0, len(prompts), rollouts):
         loss, _ = policy_loss(new_logprobs, old_logprobs, advantages, mask, config["clip_range"])
         loss.backward()
         actor_optimizer.step(loss.detach(), "actor")
-        loss = value_loss(response_values(critic, batch), returns, mask)
+        if epoch > 0:
+            new_values = response_values(critic, batch)
+        loss = value_loss(new_values, returns, mask)
         loss.backward()
         critic_optimizer.step(loss.detach(), "critic")
     watch.mark("training")
