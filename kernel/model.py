@@ -106,6 +106,8 @@ def load_base(model_dir: Path, dtype: str, attention: str) -> nn.Module:
     except Exception as error:  # transformers raises many kinds; the folder is the common cause
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{model_dir}: the model does not load ({first})") from error
+    for p in lm.parameters():  # or the mapped file would stay in memory beside the merged copies
+        p.data = p.data.clone()
     lm.generation_config = None  # NOTE: its repetition penalty or sampling fields must not reach us
     odd = {str(p.dtype) for p in lm.parameters() if p.dtype != wanted}
     if odd:

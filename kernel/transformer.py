@@ -5,8 +5,8 @@ The weights stay where the stock model keeps them (`role.lm`); only the way thro
     packed tokens   every distinct prefix of the rows is one token. A prompt that several rows share
                     is read once, and there is no padding outside attention.
     merged weights  q/k/v are one matrix and gate/up are one; the stock weights are views of its rows.
-    few passes      norm, attention, SwiGLU and LoRA carry their own backward, because autograd would
-                    record, save and replay each cast and product of FP32 numbers on its own.
+    few passes      norm, attention and LoRA carry their own backward, because autograd would record,
+                    save and replay each cast and product of FP32 numbers on its own.
     wanted states   above the last attention only the states that are read out go on.
 
 Letters: R rows, L columns of the longest row, N packed tokens, M wanted states, D hidden size,
@@ -35,26 +35,19 @@ class Packed(NamedTuple):
 def pack(rows: list[list[int]], device) -> Packed:
     """Rows begin in column 0, so the column is the position, and a causal mask hides the row's end."""
     width = max(map(len, rows))
+    tokens = [[0] * width for _ in rows]
     index = {}  # (packed token before, id) -> packed token
-    ids, positions, homes, repeats = [], [], [], []
-    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    homes, repeats = [], []
     for r, row in enumerate(rows):
-        path, before = [], None
+        before = None
         for column, token_id in enumerate(row):
             key = (before, token_id)
-            if key in index:
-                repeats.append(r * width + column)
-            else:
-                index[key] = len(ids)
-                ids.append(token_id)
-                positions.append(column)
-                homes.append(r * width + column)
-            before = index[key]
-            path.append(before)
-        tokens[r, : len(row)] = torch.tensor(path)
-    flat = [torch.tensor(part, dtype=torch.int64) for part in (ids, positions, homes, repeats)]
-    ids, positions, homes, repeats = (part.to(device) for part in flat)
-    return Packed(ids, positions, tokens.to(device), homes, repeats)
+            (repeats if key in index else homes).append(r * width + column)
+            before = tokens[r][column] = index.setdefault(key, len(index))
+    ids = [token_id for _, token_id in index]
+    positions = [home % width for home in homes]
+    parts = (ids, positions, tokens, homes, repeats)
+    return Packed(*(torch.tensor(part, dtype=torch.int64, device=device) for part in parts))
 
 
 class RMSNorm(torch.autograd.Function):
@@ -140,12 +133,15 @@ class Attention(torch.autograd.Function):
         return merged.view(len(merged), -1), None, None, None, None, None
 
 
-class Layer:
+class Layer(NamedTuple):
     """One block: four ways from (N, in) to (N, out), and two norms."""
 
-    def __init__(self, qkv, o, gate_up, down, norm: torch.Tensor, mlp_norm: torch.Tensor):
-        self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
-        self.norm, self.mlp_norm = norm, mlp_norm
+    qkv: Merged | Stacked
+    o: Merged | Stacked
+    gate_up: Merged | Stacked
+    down: Merged | Stacked
+    norm: torch.Tensor  # (D,)
+    mlp_norm: torch.Tensor  # (D,)
 
     @classmethod
     def of(cls, block: torch.nn.Module) -> "Layer":
@@ -160,8 +156,7 @@ class Layer:
         )
 
     def stacked(self) -> "Layer":
-        ways = (Stacked(way) for way in (self.qkv, self.o, self.gate_up, self.down))
-        return Layer(*ways, self.norm, self.mlp_norm)
+        return Layer(*map(Stacked, self[:4]), self.norm, self.mlp_norm)
 
 
 class Cache:
@@ -274,9 +269,8 @@ class Transformer:
         """cos and sin of the model's own rotary module in the form of `rotate`, (N, 1, E) FP32."""
         like = torch.empty(0, device=positions.device)  # only its dtype and device are read
         cos, sin = (part[0, :, None] for part in self.rotary(like, positions[None]))
-        return cos, torch.cat(
-            [-sin[..., : self.head_size // 2], sin[..., self.head_size // 2 :]], -1
-        )
+        a, b = sin.chunk(2, -1)
+        return cos, torch.cat([-a, b], -1)
 
     def split(self, qkv: torch.Tensor, cos, sin) -> tuple[torch.Tensor, ...]:
         """Rotated queries and keys, and values, FP32: (N, H, E), (N, K, E), (N, K, E)."""
