@@ -31,7 +31,6 @@ parser.add_argument(
 )
 shared = parser.add_argument_group("settings fixed here for all stages (default: the profile's)")
 shared.add_argument("--base-dtype", choices=("bfloat16", "float32"))
-shared.add_argument("--attention", choices=("eager", "sdpa"))
 shared.add_argument("--device", choices=("auto", "cpu", "cuda"))
 shared.add_argument("--threads", type=int, help="of 10, 20, 30; part of what makes a run exact")
 shared.add_argument("--threads-alone", type=int, help="of 40, 50, 60, which run alone")
@@ -92,7 +91,7 @@ else:
 if args.model_dir:
     model_dir = args.model_dir.resolve()
     check_model_folder(model_dir)
-    load_base(model_dir, common["base_dtype"], common["attention"])  # damaged weights show up now
+    load_base(model_dir, common["base_dtype"])  # damaged weights show up now
     common |= {"model_dir": str(model_dir), **special_ids(model_dir)}
     print(f"base model: {model_dir}, end token {common['eos_id']}, pad {common['pad_id']}")
     weights = model_dir / "model.safetensors"

@@ -75,7 +75,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             temporary.unlink()
         if isinstance(error, PermissionError) or not isinstance(error, OSError):
             raise
-        raise OSError(f"{path}: could not be written ({error.strerror})") from None
+        raise OSError(f"{path}: could not be written ({error.strerror or error})") from None
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -77,7 +77,7 @@ def make_role(
     head: None, "normal" (reward: weight ~ N(0, 0.02), bias 0) or "zero" (critic).
     Everything stays in eval mode: that switches dropout off, not autograd.
     """
-    lm = load_base(Path(config["model_dir"]), config["base_dtype"], config["attention"]).to(device)
+    lm = load_base(Path(config["model_dir"]), config["base_dtype"]).to(device)
     add_lora(lm, config["lora_r"], config["lora_alpha"], seed)
     scalar = None
     if head is not None:
@@ -92,7 +92,7 @@ def make_role(
     return Role(name, lm, scalar).eval()
 
 
-def load_base(model_dir: Path, dtype: str, attention: str) -> nn.Module:
+def load_base(model_dir: Path, dtype: str) -> nn.Module:
     """A causal LM in eval mode from a local folder, in exactly `dtype`.
 
     Raises ValueError for a missing or damaged folder or an architecture we do not know.
@@ -101,7 +101,7 @@ def load_base(model_dir: Path, dtype: str, attention: str) -> nn.Module:
     wanted = getattr(torch, dtype)
     try:
         lm = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=wanted, attn_implementation=attention, local_files_only=True
+            model_dir, dtype=wanted, attn_implementation="eager", local_files_only=True
         )
     except Exception as error:  # transformers raises many kinds; the folder is the common cause
         first = str(error).splitlines()[0] if str(error) else type(error).__name__

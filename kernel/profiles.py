@@ -6,7 +6,6 @@
 REFERENCE = {
     "common": {
         "base_dtype": "bfloat16",
-        "attention": "eager",
         "device": "auto",  # cuda if present, else cpu; decided once by 00_prepare.py
         "threads": 1,  # of a trained stage: run_all.sh runs two variants side by side
         "threads_alone": 2,  # of a stage that runs alone

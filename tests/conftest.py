@@ -119,7 +119,6 @@ def role_config():
         return {
             "model_dir": str(folder),
             "base_dtype": "float32",
-            "attention": "eager",
             "lora_r": 8,
             "lora_alpha": 16,
             "eos_id": EOS,

@@ -285,7 +285,7 @@ def test_tiny_ids_and_template(tiny):
 
 
 def test_tiny_loads_as_the_profile_says(tiny):
-    lm = load_base(tiny[0], "float32", "eager")
+    lm = load_base(tiny[0], "float32")
     config = lm.config
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (128, 4, 1024)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)

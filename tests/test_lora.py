@@ -94,7 +94,7 @@ def test_update_is_exactly_two_times_b_a_for_r_8_alpha_16():
 def test_untrained_adapters_return_the_base_model_bit_for_bit(model_dir, new_role, dtype):
     # case B14: B = 0
     role = new_role(model_dir, trained=False, base_dtype=dtype)
-    assert torch.equal(role.lm(IDS).logits, load_base(model_dir, dtype, "eager")(IDS).logits)
+    assert torch.equal(role.lm(IDS).logits, load_base(model_dir, dtype)(IDS).logits)
 
 
 def merged(layers: list[LoRALinear], x: torch.Tensor) -> torch.Tensor:
@@ -273,7 +273,7 @@ def test_folder_of_an_unsupported_architecture_is_refused_before_it_loads(tmp_pa
 
 def test_model_with_one_projection_missing_is_refused(llama_dir):
     # case B15: not all 7 everywhere
-    lm = load_base(llama_dir, "float32", "eager")
+    lm = load_base(llama_dir, "float32")
     lm.model.layers[1].mlp.up_proj = nn.Identity()
     with pytest.raises(ValueError, match="matched 13 modules"):
         add_lora(lm, 8, 16, 0)

@@ -289,7 +289,7 @@ def test_merged_weights_are_the_stock_tensors_and_not_copies(model_dir, new_role
 
 
 def test_names_and_fingerprints_are_those_of_the_plain_base(model_dir, new_role):
-    role, plain = new_role(model_dir, trained=False), load_base(model_dir, "float32", "eager")
+    role, plain = new_role(model_dir, trained=False), load_base(model_dir, "float32")
     ours = {n.removeprefix("lm.").replace(".base.", "."): p for n, p in role.base().items()}
     assert fingerprint(ours) == fingerprint(dict(plain.named_parameters()))
     assert isinstance(role.transformer, Transformer)

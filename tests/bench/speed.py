@@ -42,7 +42,7 @@ torch.set_num_threads(args.threads)
 clock = time.process_time if args.threads == 1 else time.perf_counter
 generator = torch.Generator().manual_seed(0)
 config = {
-    "model_dir": args.model_dir, "base_dtype": args.base_dtype, "attention": "eager",
+    "model_dir": args.model_dir, "base_dtype": args.base_dtype,
     "lora_r": 8, "lora_alpha": 16,
 }  # fmt: skip
 role = make_role("reward", config, torch.device("cpu"), seed=0, head="normal")
