@@ -26,7 +26,7 @@ from safetensors.torch import save
 
 from kernel import preflight, run
 from kernel.chat import Chat
-from kernel.data import Draws, read_jsonl, write_atomic
+from kernel.data import Draws, read_jsonl, spread, write_atomic
 from kernel.metrics import Phases, print_phases
 from kernel.model import check_isolation, fingerprint, load_adapter, make_role, save_adapter
 from kernel.optim import Optimizer
@@ -132,7 +132,8 @@ judge = learned_reward(reward, chat.pad_id, device)  # (prompt ids, response ids
 center = 0.0
 if config["center_scores"]:
     # A zero critic meets scores far from zero: at first every answer would look good (or bad).
-    shown = chat.encode_answers(read_jsonl(stage.dir / DEMONSTRATIONS), "response", DEMONSTRATIONS)
+    shown = spread(read_jsonl(stage.dir / DEMONSTRATIONS), 32)
+    shown = chat.encode_answers(shown, "response", DEMONSTRATIONS)
     center = judge(*zip(*shown)).mean().item()
 
 # ---- resume: only between iterations, so no rollout is ever pending or repeated -----------------

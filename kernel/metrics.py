@@ -31,7 +31,9 @@ class Records:
             self.file.write(line)
             self.file.flush()
         except OSError as error:
-            raise OSError(f"{self.path}: could not be written ({error.strerror or error})") from None
+            raise OSError(
+                f"{self.path}: could not be written ({error.strerror or error})"
+            ) from None
         self.bytes += len(line)
         self.digest.update(line)
 

@@ -139,7 +139,7 @@ def settle(threads: int) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; we read none
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # deterministic algorithms, or an error
     torch.backends.cudnn.benchmark = False
 
 
