@@ -14,12 +14,14 @@ An existing corpus is never overwritten: a second call checks it and changes not
 
 from pathlib import Path
 
+import torch
+
 from kernel import corpus, run
 from kernel.acquire import acquire
 from kernel.chat import Chat, special_ids
 from kernel.data import as_jsonl, check_corpus, read_json, sha256_file, write_json, write_jsonl
 from kernel.lock import lock_folder
-from kernel.model import check_model_folder, load_base, model_sha256
+from kernel.model import check_model_folder, make_role, model_sha256
 from kernel.profiles import PROFILES
 from kernel.state import identity_differences
 
@@ -91,8 +93,9 @@ else:
 if args.model_dir:
     model_dir = args.model_dir.resolve()
     check_model_folder(model_dir)
-    load_base(model_dir, common["base_dtype"])  # damaged weights show up now
     common |= {"model_dir": str(model_dir), **special_ids(model_dir)}
+    # Damaged weights and layers that we cannot run show up now.
+    make_role("actor", common, torch.device("cpu"), seed=common["adapter_seed"])
     print(f"base model: {model_dir}, end token {common['eos_id']}, pad {common['pad_id']}")
     weights = model_dir / "model.safetensors"
     if "sha256" in base and not (weights.is_file() and sha256_file(weights) == base["sha256"]):

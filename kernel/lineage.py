@@ -8,20 +8,11 @@ the corpus manifest, says the same sha256.
 from pathlib import Path
 
 from kernel import state
-from kernel.data import read_json, sha256_file
+from kernel.data import inside, read_json, sha256_file
 
 STAGES = (
     "00_prepare 10_sft 20_reward 30_ppo 40_generate 50_evaluate 60_probe"
 ).split()  # in the order in which they run
-
-
-def inside(run_dir: Path, name: str) -> Path:
-    """A file that a manifest names, as a path. Raises ValueError if it lies outside the run folder."""
-    path = run_dir / name
-    root = run_dir.resolve()
-    if Path(name).is_absolute() or ".." in Path(name).parts or root not in path.resolve().parents:
-        raise ValueError(f"{name}: named by a manifest, but it lies outside {run_dir}")
-    return path
 
 
 def maker(name: str) -> str:
@@ -39,7 +30,7 @@ def checked_inputs(run_dir: Path, names: list[str]) -> dict[str, str]:
     """
     found = {}
     for name in names:
-        path, stage = run_dir / name, maker(name)
+        path, stage = inside(run_dir, name), maker(name)
         program = stage.split("/")[0] + ".py"
         record = run_dir / "outputs" / stage / "record.json"
         if not path.is_file() or (stage != "00_prepare" and not record.is_file()):
@@ -88,7 +79,7 @@ def compare_variants(run_dir: Path, stage: str, files: tuple[str, ...]) -> dict:
         hashes[variant] = {"state": state.content_hash(contents[variant])}
         for name in files:
             folder = checkpoints if name.endswith(".safetensors") else outputs
-            hashes[variant][name] = sha256_file(folder / name)
+            hashes[variant][name] = sha256_file(inside(folder, name))
     found = state.differences(contents["resume"], contents["continuous"])
     found += [
         f"file {name}" for name in files if hashes["resume"][name] != hashes["continuous"][name]

@@ -24,15 +24,25 @@ def take(descriptor: int, folder: Path, owner: int) -> str | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(
-            f"process {text or 'unknown'} is already working in {folder}; wait for it, "
-            "or use another --run-dir"
-        ) from None
+        who = f"process {text or 'unknown'} is already working in {folder}"
+        if text.isdecimal() and not alive(int(text)):
+            who = f"stages that process {text} started, which is gone, still work in {folder}"
+        raise ValueError(f"{who}; wait for it, or use another --run-dir") from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(owner).encode(), 0)
     if text and text != str(owner):
         return f"took over {folder} from process {text}, which is gone without a clean end"
     return None
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's, but there
+    return True
 
 
 def lock_folder(folder: Path) -> str | None:

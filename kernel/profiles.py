@@ -50,8 +50,9 @@ REFERENCE = {
         "cutoff_penalty": -1.0,  # added to the score of a response cut off without EOS
         "center_scores": False,  # True: subtract the judge's mean score of the demonstrations
         "generation_seed": 249,
+        "cached": True,  # False: read the whole prefix anew for each token
     },
-    "generate": {"generate_batch": 16, "heldout_seed": 349},
+    "generate": {"generate_batch": 16, "heldout_seed": 349, "cached": True},
     "evaluate": {"bootstrap_seed": 449},
     "probe": {},
 }

@@ -94,7 +94,13 @@ def one_line_errors(stage: str) -> None:
     def hook(kind, error, traceback):
         if issubclass(kind, KeyboardInterrupt):
             print(f"\n{stage}: stopped. Run the same command again to go on.", file=sys.stderr)
-        elif issubclass(kind, (ValueError, OSError, FloatingPointError)) and not os.getenv("DEBUG"):
+        elif os.getenv("DEBUG"):
+            sys.__excepthook__(kind, error, traceback)
+        elif issubclass(kind, MemoryError) or "not enough memory" in str(error).lower():
+            print(f"\n{stage}: error: out of memory; smaller batches need less", file=sys.stderr)
+        elif issubclass(kind, torch.OutOfMemoryError):
+            print(f"\n{stage}: error: out of memory on the device ({error})", file=sys.stderr)
+        elif issubclass(kind, (ValueError, OSError, FloatingPointError)):
             text = " ".join(str(error).split())
             print(f"\n{stage}: error: {text}", file=sys.stderr)
         else:
@@ -147,9 +153,9 @@ def check_writable(folder: Path) -> None:
     """Raises OSError now, not after hours of work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write_test_{os.getpid()}"  # two variants may start at the same moment
+        probe = folder / f".write_test_{os.getpid()}.tmp"  # two variants may start at once
         probe.write_bytes(b"")
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(f"cannot write to {folder} ({error.strerror})") from None
 
@@ -168,6 +174,17 @@ def code_sha256(stage: str) -> dict[str, str]:
     return {name: sha256_file(path) for name, path in sorted(paths.items())}
 
 
+def processor() -> str:
+    """What computes: the name of the GPU, or of the CPU with the instructions that change its sums."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    found = torch.cpu.get_capabilities()
+    wide = [
+        n for n in sorted(found) if found[n] is True and n.startswith(("avx2", "avx512", "amx"))
+    ]
+    return " ".join([found.get("cpu_name", platform.machine()), *wide])
+
+
 def versions() -> dict[str, str]:
     """What the bits of a result depend on besides code, data and config."""
     return {
@@ -178,5 +195,5 @@ def versions() -> dict[str, str]:
         "safetensors": safetensors.__version__,
         "numpy": numpy.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
-        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor(),
     }

@@ -11,6 +11,7 @@ record.json names the sha256 of every input and output and the identity under wh
 finished stage is skipped while they still hold, and refused when they do not.
 """
 
+import os
 import signal
 import sys
 import time
@@ -77,6 +78,8 @@ class Stage:
         if self.variant != "check":
             self._skip_or_refuse()
         check_writable(self.outputs)
+        if self.variant:
+            check_writable(self.checkpoints)
         for folder in (self.checkpoints, self.outputs):
             for left_by_a_crash in folder.glob(".*.tmp"):
                 left_by_a_crash.unlink()
@@ -119,6 +122,8 @@ class Stage:
         sys.exit(0)
 
     def _remove_old(self) -> None:
+        if self.variant:  # what it proved is no longer there
+            (self.outputs.parent / "check" / "proof.json").unlink(missing_ok=True)
         for folder in (self.checkpoints, self.outputs):
             for path in sorted(folder.rglob("*"), reverse=True):  # children before their folder
                 if path.is_dir() and not path.is_symlink():
@@ -130,7 +135,8 @@ class Stage:
         if self.stopping:
             raise KeyboardInterrupt
         self.stopping = True
-        print("\nfinishing this update, then saving (Ctrl-C again: stop at once)", file=sys.stderr)
+        # NOTE: a signal may arrive in the middle of a print; the descriptor itself is never busy.
+        os.write(2, b"\nfinishing this update, then saving (Ctrl-C again: stop at once)\n")
 
     def stop_at(self, planned: int, total: int) -> int:
         """The last update of this process: `planned` for --variant interrupt, else all of `total`."""
@@ -146,9 +152,10 @@ class Stage:
         path, notes = state.newest_state(self.checkpoints, self.outputs)
         if path is None and self.variant == "resume":
             source = "interrupt"
-            path, notes = state.newest_state(
+            path, more = state.newest_state(
                 self.checkpoints.parent / source, self.outputs.parent / source
             )
+            notes += more
             if path is None:
                 raise ValueError(f"nothing to resume: run {self.name}.py --variant interrupt first")
         for note in notes:

@@ -62,7 +62,7 @@ def save_state(
     """
     path = state_path(folder, updates)
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save(compact(state), buffer)
     packed = gzip.compress(buffer.getvalue(), compresslevel=1, mtime=0)
     write_atomic(path, packed)
     manifest = {
@@ -80,6 +80,17 @@ def save_state(
         manifest_path(old).unlink(missing_ok=True)  # first: a state without manifest does not count
         old.unlink()
     return path
+
+
+def compact(value):
+    """The same nested state without views: torch.save would write the whole tensor behind a slice."""
+    if isinstance(value, dict):
+        return {key: compact(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(compact(item) for item in value)
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+        return value.clone()
+    return value
 
 
 def manifest_path(path: Path) -> Path:

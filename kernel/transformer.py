@@ -116,7 +116,8 @@ class Attention(torch.autograd.Function):
         grad_v = probs.mT @ grad_out
         probs32 = probs.float()
         grad_scores = (grad_out @ v.mT).float().mul_(probs32)
-        grad_scores.sub_(probs32.mul_(grad_scores.sum(-1, keepdim=True)))  # backward of the softmax
+        # Backward of the softmax. NOTE: for an FP32 base probs32 is the saved tensor itself.
+        grad_scores.sub_(probs32 * grad_scores.sum(-1, keepdim=True))
         grad_scores = grad_scores.to(q.dtype)
         grad_q, grad_k = grad_scores @ k, grad_scores.mT @ q
         parts = [part.view(R, -1, L, E) for part in (grad_q, grad_k, grad_v)]

@@ -106,7 +106,13 @@ def verify(run: Run) -> list[str]:
     missing = []
 
     def held(name: str, check, *args) -> None:
-        print(f"  holds  {name:<22} {check(run, *args)}", flush=True)
+        try:
+            found = check(run, *args)
+        except (ValueError, OSError):
+            raise
+        except Exception as error:  # a file that is readable, but not as its maker writes it
+            raise ValueError(f"{name}: malformed ({type(error).__name__}: {error})") from error
+        print(f"  holds  {name:<22} {found}", flush=True)
 
     held("base model", base_model)
     held("corpus", data)
@@ -155,10 +161,12 @@ def other_code(run: Run) -> list[str]:
 
 def main() -> None:
     one_line_errors("verify")
+    if len(sys.argv) != 2:
+        raise ValueError("give one run folder: python -m kernel.verify runs/smollm2")
     folder = Path(sys.argv[1]).resolve()
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no run folder: it has no config.json")
-    if os.access(folder, os.W_OK):  # somebody working in it would look like a fault
+    if os.access(folder / ".lock", os.W_OK):  # somebody working in it would look like a fault
         lock_folder(folder)
     print(f"verify: {folder}")
     missing = verify(Run(folder))

@@ -3,16 +3,18 @@
 Oracles: the tokenizer on the pieces alone, counts by hand, files damaged on purpose.
 """
 
+import codecs
 import json
 import math
 import os
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 import kernel.data as data
 from kernel.acquire import tiny_tokenizer
-from kernel.chat import SYSTEM, Chat
+from kernel.chat import SYSTEM, Chat, special_ids
 from kernel.data import (
     Draws,
     check_corpus,
@@ -239,8 +241,9 @@ def test_blank_lines_crlf_and_a_missing_last_newline_change_no_row(tmp_path):
         "\r\n".join(lines) + "\r\n",
         "\n\n" + "\n\n".join(lines) + "\n\n\n",
     ):
-        path.write_bytes(text.encode())
-        assert read_jsonl(path) == ROWS
+        for mark in (b"", codecs.BOM_UTF8):
+            path.write_bytes(mark + text.encode())
+            assert read_jsonl(path) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -359,3 +362,29 @@ def test_corpus_with_a_changed_or_missing_file_is_refused_by_name(tmp_path):
 def test_manifest_is_plain_json(tmp_path):
     write_json(tmp_path / "m.json", {"b": 1, "a": "\u00e9"})
     assert json.loads((tmp_path / "m.json").read_text(encoding="utf-8")) == {"b": 1, "a": "\u00e9"}
+
+
+def test_a_tokenizer_that_adds_bos_to_a_template_that_writes_it_gives_one(tmp_path):
+    # case B18
+    tokenizer = tiny_tokenizer(["hello there", "a short answer"], 300)
+    bos, eos = "<|endoftext|>", "<|im_end|>"
+    tokenizer.bos_token, tokenizer.add_bos_token = bos, True
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.convert_tokens_to_ids(bos))]
+    )
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path)
+    limits = {"prompt_limit": 256, "response_limit": 64, "context_limit": 320}
+    eos_id, bos_id = (tokenizer.convert_tokens_to_ids(t) for t in (eos, bos))
+    chat = Chat({"model_dir": str(tmp_path), "eos_id": eos_id, "pad_id": bos_id, **limits})
+    assert chat.tokenizer("hello").input_ids[0] == bos_id  # it would add one by itself
+    assert chat.prompt_ids("hello there").count(bos_id) == 1
+    assert bos_id not in chat.response_ids("a short answer")
+
+
+def test_a_broken_tokenizer_is_one_line(tmp_path):
+    tiny_tokenizer(["hello"], 300).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="the tokenizer does not load") as caught:
+        special_ids(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -4,13 +4,17 @@ Also what else ends a process badly: a full disk, a read-only folder, a lock who
 that grows. Cases B12, B37, B48.
 """
 
+import fcntl
 import json
 import os
+import pty
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -203,6 +207,94 @@ def test_run_all_refuses_a_folder_in_use_and_fresh_takes_the_next_one(tmp_path):
     assert f"run folder: {run}-2" in done.stdout and (tmp_path / "run-2").is_dir()
     assert (tmp_path / "run-2/.lock").read_text() == ""
     owner.communicate("")
+
+
+# ---- run_all.sh at a terminal -------------------------------------------------------------------
+
+
+def without_sft(run: Path) -> Path:
+    for kind in ("outputs", "checkpoints"):
+        shutil.rmtree(run / kind / "10_sft")
+    return run
+
+
+def both_lanes_work(run: Path) -> bool:
+    paths = [run / "outputs/10_sft" / v / "metrics.jsonl" for v in ("continuous", "interrupt")]
+    return all(path.is_file() and path.read_text().count("\n") >= 3 for path in paths)
+
+
+def wait_until(holds, seconds=90) -> None:
+    end = time.time() + seconds
+    while not holds():
+        assert time.time() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def lock_is_free(run: Path) -> bool:
+    with (run / ".lock").open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_ctrl_c_at_a_terminal_stops_both_lanes_and_each_saves(copy_of_tiny, tiny):
+    """Cases B37, B45. A real terminal, because only there Ctrl-C goes to a whole process group."""
+    run = without_sft(copy_of_tiny)
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execvp("bash", ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)])
+    said = []
+
+    def listen():
+        try:
+            while part := os.read(terminal, 4096):
+                said.append(part.decode(errors="replace"))
+        except OSError:
+            pass  # the terminal is closed
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    wait_until(lambda: both_lanes_work(run))
+    os.write(terminal, b"\x03")
+    _, status = os.waitpid(child, 0)
+    listener.join()
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert f"stopped in 10_sft; to go on: bash run_all.sh tiny --run-dir '{run}'" in "".join(said)
+    assert lock_is_free(run)  # nobody was left behind
+    for variant in ("continuous", "interrupt"):
+        assert list((run / "checkpoints/10_sft" / variant).glob("state_*.json"))
+    done = run_stage("10_sft", "--run-dir", run)
+    assert "going on after update" in done.stdout
+    assert differences(run, tiny, "10_sft") == []
+
+
+def test_lanes_that_outlive_a_killed_run_all_are_named(copy_of_tiny):
+    """Case B37: after `kill -9` of the script its stages work on, and their folder stays theirs."""
+    run = without_sft(copy_of_tiny)
+    command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
+    script = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: both_lanes_work(run))
+    script.kill()
+    script.wait()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"stages that process {script.pid} started, which is gone, still work" in done.stderr
+    stages = subprocess.run(["pgrep", "-f", f"10_sft.py.*{run}"], capture_output=True, text=True)
+    for process in stages.stdout.split():
+        os.kill(int(process), signal.SIGKILL)
+    wait_until(lambda: lock_is_free(run))
+    owner = hold(run)
+    assert owner.first.startswith(f"took over {run} from process {script.pid}")
+    owner.communicate("")
+
+
+def test_a_relative_run_folder_is_the_callers(tmp_path):
+    (tmp_path / "mine").mkdir()
+    command = ["bash", str(ROOT / "run_all.sh"), "verify", "mine/"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and f"{tmp_path}/mine is no run folder" in done.stderr
 
 
 # ---- memory -------------------------------------------------------------------------------------

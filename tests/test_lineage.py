@@ -12,7 +12,7 @@ import torch
 from conftest import last_line, run_stage
 
 from kernel import lineage, state
-from kernel.data import read_json, read_jsonl, sha256_file, write_json, write_jsonl
+from kernel.data import check_corpus, read_json, read_jsonl, sha256_file, write_json, write_jsonl
 from kernel.metrics import Records
 from kernel.stage import Stage
 
@@ -91,6 +91,22 @@ def test_changed_data_is_refused_with_both_hashes(small_run, change):
     message = str(caught.value)
     assert PAIRS in message and old[:16] in message
     assert sha256_file(small_run / PAIRS)[:16] in message and "--run-dir" in message
+
+
+def test_manifests_that_name_files_elsewhere_are_refused(small_run):  # case B44
+    (small_run.parent / "x").write_text("secret")
+    manifest = {"sha256": {"../../x": sha256_file(small_run.parent / "x")}}
+    write_json(small_run / "data/manifest.json", manifest)
+    with pytest.raises(ValueError, match="lies outside"):
+        check_corpus(small_run / "data")
+    with pytest.raises(ValueError, match="lies outside"):
+        lineage.checked_inputs(small_run, ["../x"])
+    for variant in ("resume", "continuous"):
+        work(small_run, 1, variant)
+        write_json(small_run / "outputs/30_ppo" / variant / "record.json", {})
+    assert lineage.compare_variants(small_run, "30_ppo", ("metrics.jsonl",))["equal"]
+    with pytest.raises(ValueError, match="lies outside"):
+        lineage.compare_variants(small_run, "30_ppo", ("../../../../x",))
 
 
 def test_a_damaged_adapter_is_refused_before_anything_is_trained_on_it(small_run):
@@ -235,6 +251,18 @@ def test_an_edited_record_file_is_not_continued(tmp_path):
     assert stage_at(tmp_path, IDENTITY).restore() == (None, 0)
 
 
+def test_damaged_states_of_resume_are_told_before_interrupt_is_used(tmp_path, capsys):  # case B12
+    work(tmp_path, 1, "interrupt")
+    stage = work(tmp_path, 2, "resume")
+    for path in stage.checkpoints.glob("state_*.gz"):
+        path.write_bytes(b"")
+    _, done = stage_at(tmp_path, IDENTITY, "resume").restore()
+    said = capsys.readouterr().out
+    assert (
+        done == 1 and "passed over state_000002.pt.gz" in said and "interrupt/state_000001" in said
+    )
+
+
 def test_resume_takes_over_the_records_of_interrupt(tmp_path):
     work(tmp_path, 2, "interrupt")
     resumed = work(tmp_path, 4, "resume")
@@ -268,3 +296,10 @@ def test_a_killed_00_prepare_goes_on_and_foreign_files_stop_it(tiny, tmp_path):
     done = run_stage("00_prepare", "--profile", "tiny", "--run-dir", run, check=False)
     assert done.returncode == 1 and "train/pairs.jsonl is not from this corpus" in last_line(done)
     assert own.read_text() == '{"prompt": "mine"}\n'
+
+
+def test_the_old_proof_goes_with_the_variant_that_it_was_about(copy_of_tiny):
+    shutil.rmtree(copy_of_tiny / "outputs/10_sft/continuous")
+    flags = ("--run-dir", copy_of_tiny, "--epochs", "0.1", "--redo")
+    run_stage("10_sft", *flags)
+    assert not (copy_of_tiny / "outputs/10_sft/check/proof.json").exists()

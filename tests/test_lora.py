@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from kernel.lora import PROJECTIONS, LoRAFunction, LoRALinear, add_lora
 from kernel.model import (
+    Role,
+    check_isolation,
     fingerprint,
     load_adapter,
     load_base,
@@ -24,6 +27,7 @@ from kernel.model import (
     parameter_counts,
     save_adapter,
 )
+from kernel.score import make_batch, response_logprobs
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(9))
@@ -95,6 +99,11 @@ def test_untrained_adapters_return_the_base_model_bit_for_bit(model_dir, new_rol
     # case B14: B = 0
     role = new_role(model_dir, trained=False, base_dtype=dtype)
     assert torch.equal(role.lm(IDS).logits, load_base(model_dir, dtype)(IDS).logits)
+    for layer in role.transformer.layers:  # and so does the way that the stages go
+        for merged, stacked in zip(layer[:4], layer.stacked()[:4]):
+            x = torch.randn(5, merged.weight.shape[1], generator=generator(1)).to(role.lm.dtype)
+            bare = F.linear(x, merged.weight, merged.bias)
+            assert torch.equal(merged(x), bare) and torch.equal(stacked(x), bare)
 
 
 def merged(layers: list[LoRALinear], x: torch.Tensor) -> torch.Tensor:
@@ -235,13 +244,27 @@ def test_heads_start_as_specified(model_dir, new_role):
     assert 0.01 < normal.weight.std() < 0.03  # N(0, 0.02) over 32 numbers
 
 
-def test_one_update_moves_every_b_and_no_base_tensor(model_dir, new_role):
+def test_roles_that_share_a_tensor_are_refused(model_dir, new_role):
+    # case B03
+    actor, reference = new_role(model_dir), new_role(model_dir, "reference").freeze()
+    check_isolation([actor, reference])
+    assert not any(p.requires_grad for p in reference.parameters())
+    with pytest.raises(ValueError, match="shares memory with role 'actor'"):
+        check_isolation([actor, Role("reference", actor.lm, None)])
+
+
+@pytest.mark.parametrize("way", ["stock", "ours"])
+def test_one_update_moves_every_b_and_no_base_tensor(model_dir, new_role, way):
     # case B15
     role = new_role(model_dir, trained=False)
     base = {n: t.detach().clone() for n, t in role.base().items()}
     learned = role.learned_state()
     optimizer = torch.optim.AdamW(role.learned().values(), lr=0.01)
-    role.lm(IDS, labels=IDS).loss.backward()
+    if way == "stock":
+        role.lm(IDS, labels=IDS).loss.backward()
+    else:
+        batch = make_batch(IDS[:, :5].tolist(), IDS[:, 5:].tolist(), 0, CPU)
+        response_logprobs(role, batch).sum().backward()
     optimizer.step()
     for name, want in base.items():
         assert torch.equal(role.base()[name], want), name
@@ -355,6 +378,7 @@ FAULTS = {
     "extra": (lambda s: swap(s, "ghost.A", torch.ones(2)), "unexpected ghost.A"),
     "renamed": (lambda s: swap(s, "x.A", s.pop(A_NAME)), f"missing {A_NAME}; unexpected x.A"),
     "mis-shaped": (lambda s: swap(s, A_NAME, s[A_NAME][:4].clone()), rf"{A_NAME} is \(4, 32\)"),
+    "empty": (lambda s: swap(s, A_NAME, s[A_NAME][:0].clone()), rf"{A_NAME} is \(0, 32\)"),
     "cast": (lambda s: swap(s, A_NAME, s[A_NAME].bfloat16()), f"{A_NAME} is .*bfloat16"),
     "nan": (lambda s: s[B_NAME][3].fill_(math.nan), f"{B_NAME} holds non-finite"),
     "inf": (lambda s: s["head.bias"].fill_(math.inf), "head.bias holds non-finite"),

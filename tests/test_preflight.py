@@ -103,18 +103,16 @@ def test_an_adapter_that_trains_nothing(model_dir, new_role):  # case B15
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def test_two_passes_that_differ(model_dir, new_role):  # case B23
+def test_two_passes_that_differ(model_dir, new_role, monkeypatch):  # case B23
     actor = new_role(model_dir)
-    actor.lm.model.norm.register_forward_hook(lambda m, a, out: out + torch.randn_like(out) * 1e-4)
-    if not monkey_hooked(actor):
-        pytest.skip("this forward does not run module hooks")
+    states = actor.transformer.states
+
+    def noisy(*args):
+        out = states(*args)
+        return out + torch.randn_like(out) * 1e-4
+
+    monkeypatch.setattr(actor.transformer, "states", noisy)
     refused(preflight.supervised, actor, ANSWERS, PAD, DEVICE, match="two forward passes")
-
-
-def monkey_hooked(actor) -> bool:
-    batch = score.make_batch(*zip(*ANSWERS), PAD, DEVICE)
-    a, b = (score.response_logprobs(actor, batch) for _ in range(2))
-    return not torch.equal(a, b)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

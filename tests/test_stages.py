@@ -13,15 +13,17 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, last_line, run_stage
 from safetensors.torch import load_file
 
-from kernel.data import read_json, read_jsonl, sha256_file
+from kernel.data import read_json, read_jsonl, sha256_file, write_json, write_jsonl
 from kernel.model import load_adapter, make_role
 from kernel.profiles import PROFILES
+from kernel.state import load_state, newest_state
 
 TRAINED = ("10_sft", "20_reward", "30_ppo")
 
@@ -97,6 +99,86 @@ def test_ppo_raises_the_learned_score_of_its_samples(tiny):
     difference = read_json(tiny / "outputs/50_evaluate/results.json")["differences"]["score"]
     assert (
         difference["pairs"] == 200 and difference["low"] < difference["mean"] < difference["high"]
+    )
+
+
+def test_the_heads_were_trained(tiny):  # case B04
+    config = read_json(tiny / "config.json")["common"]
+    config["model_dir"] = str(ROOT / config["model_dir"])
+    start = make_role("reward", config, torch.device("cpu"), seed=50, head="normal").learned_state()
+    reward = load_file(tiny / "checkpoints/20_reward/continuous/adapter.safetensors")
+    assert not torch.equal(reward["head.weight"], start["head.weight"])
+    critic = load_file(tiny / "checkpoints/30_ppo/continuous/critic.safetensors")
+    assert critic["head.weight"].any() and critic["head.bias"].any()
+
+
+def without(run: Path, stage: str) -> Path:
+    """A copied run in which one stage's main variant has not happened."""
+    for kind in ("outputs", "checkpoints"):
+        shutil.rmtree(run / kind / stage / "continuous")
+    return run
+
+
+def test_without_a_step_every_ratio_stays_neutral(copy_of_tiny):  # case B09
+    run = without(copy_of_tiny, "30_ppo")
+    flags = ("--iterations", "2", "--rollouts", "4", "--actor-lr", "0", "--critic-lr", "0")
+    run_stage("30_ppo", "--run-dir", run, *flags)
+    for row in read_jsonl(run / "outputs/30_ppo/continuous/metrics.jsonl"):
+        assert row["clip_fraction_1"] == row["clip_fraction_2"] == 0 and row["kl"] == 0
+    for row in read_jsonl(run / "outputs/30_ppo/continuous/rollouts.jsonl"):
+        assert row["ratios"][0] == row["ratios"][1]
+        assert row["ratios"][0] == pytest.approx([1] * len(row["ratios"][0]), abs=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["10_sft", "20_reward"])
+def test_the_micro_batch_changes_memory_and_not_the_update(copy_of_tiny, tiny, stage):  # case B24
+    run = without(copy_of_tiny, stage)
+    run_stage(
+        stage, "--run-dir", run, "--epochs", "0.02", "--micro-batch", "3", "--validation-rows", 2
+    )
+    path = f"outputs/{stage}/continuous/metrics.jsonl"
+    ours, whole = read_jsonl(run / path)[0], read_jsonl(tiny / path)[0]
+    for key in ("loss", "grad_norm"):
+        assert ours[key] == pytest.approx(whole[key], rel=1e-5)
+
+
+def test_a_nan_stops_the_program_before_the_update_and_the_state_before_it_stays(
+    copy_of_tiny, tmp_path
+):  # case B30
+    run = without(copy_of_tiny, "10_sft")
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from kernel import optim
+real = optim.Optimizer.step
+def step(self, loss, what):
+    if self.updates == 4:
+        next(iter(self.named.values())).grad[0, 0] = float("nan")
+    return real(self, loss, what)
+optim.Optimizer.step = step
+import runpy
+sys.argv = ["10_sft.py", "--run-dir", {str(run)!r}, "--save-every", "2"]
+runpy.run_path({str(ROOT / "10_sft.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "update 5: the gradient norm is nan" in last_line(done)
+    states = sorted(p.name for p in (run / "checkpoints/10_sft/continuous").iterdir())
+    assert states == [f"state_{n:06d}.{end}" for n in (2, 4) for end in ("json", "pt.gz")]
+    state, notes = newest_state(run / "checkpoints/10_sft/continuous")
+    assert state.name == "state_000004.pt.gz" and notes == []
+
+
+def test_swapped_columns_are_told(copy_of_tiny):  # case B42
+    run = copy_of_tiny
+    shutil.rmtree(run / "outputs/50_evaluate")
+    path = run / "data/heldout/pairs.jsonl"
+    rows = read_jsonl(path)
+    write_jsonl(path, [{**r, "chosen": r["rejected"], "rejected": r["chosen"]} for r in rows])
+    manifest = read_json(run / "data/manifest.json")
+    manifest["sha256"]["heldout/pairs.jsonl"] = sha256_file(path)
+    write_json(run / "data/manifest.json", manifest)
+    assert (
+        "HINT: the judge prefers the rejected" in run_stage("50_evaluate", "--run-dir", run).stdout
     )
 
 
@@ -192,8 +274,6 @@ def test_every_record_names_its_parents_up_to_corpus_and_base(tiny):
 
 
 def test_adapter_files_hold_what_the_final_state_holds(tiny):
-    from kernel.state import load_state, newest_state
-
     state, _ = load_state(newest_state(tiny / "checkpoints/30_ppo/continuous")[0])
     saved = load_file(tiny / "checkpoints/30_ppo/continuous/adapter.safetensors")
     assert saved.keys() == state["roles"]["actor"].keys()
@@ -272,7 +352,7 @@ def test_redo_replaces_the_stage_and_everything_behind_it_notices(tiny, tmp_path
     shutil.copytree(tiny, run)
     flags = ("--run-dir", run, "--epochs", "0.1")
     done = run_stage("10_sft", *flags, "--redo")
-    assert "made again, because its inputs changed" in done.stdout
+    assert "made again, because of changes" in done.stdout
     done = run_stage("30_ppo", "--run-dir", run, check=False)
     assert done.returncode != 0 and "10_sft/continuous/adapter.safetensors" in last_line(done)
 
@@ -366,6 +446,16 @@ def test_plain_sampling_without_a_cache_gives_the_same_answers(tiny, tmp_path):
     path = "outputs/40_generate/generations.jsonl"
     cached, plain = read_jsonl(tiny / path), read_jsonl(run / path)
     assert [row["response_ids"] for row in cached] == [row["response_ids"] for row in plain]
+
+
+def test_each_distinct_prompt_is_decoded_once_and_stands_in_all_its_rows(tiny):
+    answers = {}
+    for row in read_jsonl(tiny / "outputs/40_generate/generations.jsonl"):
+        answers.setdefault((row["policy"], row["prompt"]), []).append(
+            (row["response_ids"], row["logprobs"], row["ref_logprobs"])
+        )
+    assert len(answers) == 400 and sum(map(len, answers.values())) == 520
+    assert all(answer == own[0] for own in answers.values() for answer in own)
 
 
 # ---- bad input ------------------------------------------------------------------------------------

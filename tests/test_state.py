@@ -111,6 +111,14 @@ def test_a_slice_comes_back_as_what_it_shows(tmp_path):  # case B47
 # ---- the hash and the list of differences --------------------------------------------------------
 
 
+def test_a_slice_does_not_drag_its_whole_tensor_into_the_file(tmp_path):  # case B47
+    row = torch.randn(1000, 100)[7]
+    path = save_state(tmp_path, 1, {"rows": [row], "pair": (row, 2)}, IDENTITY)
+    assert path.stat().st_size < 10_000
+    state, _ = load_state(path)
+    assert torch.equal(state["rows"][0], row) and state["pair"][1] == 2
+
+
 def test_hash_ignores_the_order_of_keys():
     saved = example()
     turned = {key: saved[key] for key in reversed(saved)}

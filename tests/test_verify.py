@@ -141,6 +141,10 @@ def dropped_rollout(run):
     forge_rows(run, f"{PPO}/rollouts.jsonl", lambda rows: rows.pop(7))
 
 
+def without_a_key(run):
+    forge_rows(run, f"{PPO}/rollouts.jsonl", lambda rows: rows[3].pop("old_values"))
+
+
 def other_prompt(run):
     def edit(rows):
         rows[0]["prompt_id"] = rows[1]["prompt_id"]
@@ -211,6 +215,7 @@ FORGERIES = [
     (set_in("finish_reason", None, "length"), "finish_reason"),
     (metric("policy_loss_2", 0.01), "metrics.jsonl [5].policy_loss_2"),  # the state knows
     (dropped_rollout, "prompts"),
+    (without_a_key, "rollouts: malformed (KeyError"),
     (other_prompt, "prompts"),
     (other_text, "text"),
     (kinder_verdict, "verdict"),

@@ -231,3 +231,7 @@ else:
     line("scoring, 8 rows of 85", scoring(8))
     for count in (4, 16):
         line(f"decode step, {count} rows", decode_step(count))
+    # A product with one row does little but read its weights.
+    print(
+        f"reading the weights once {race(one_row=bare_products(1, 1, backward=False))['one_row']:33.1f}"
+    )
