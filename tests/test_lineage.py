@@ -101,9 +101,10 @@ def test_manifests_that_name_files_elsewhere_are_refused(small_run):  # case B44
         check_corpus(small_run / "data")
     with pytest.raises(ValueError, match="lies outside"):
         lineage.checked_inputs(small_run, ["../x"])
-    for variant in ("resume", "continuous"):
-        work(small_run, 1, variant)
-        write_json(small_run / "outputs/30_ppo" / variant / "record.json", {})
+    stage = work(small_run, 1)
+    write_json(stage.outputs / "record.json", {})
+    for folder in (stage.outputs, stage.checkpoints):
+        shutil.copytree(folder, folder.parent / "resume")
     assert lineage.compare_variants(small_run, "30_ppo", ("metrics.jsonl",))["equal"]
     with pytest.raises(ValueError, match="lies outside"):
         lineage.compare_variants(small_run, "30_ppo", ("../../../../x",))
@@ -299,7 +300,7 @@ def test_a_killed_00_prepare_goes_on_and_foreign_files_stop_it(tiny, tmp_path):
 
 
 def test_the_old_proof_goes_with_the_variant_that_it_was_about(copy_of_tiny):
-    shutil.rmtree(copy_of_tiny / "outputs/10_sft/continuous")
+    (copy_of_tiny / "outputs/10_sft/continuous/record.json").unlink()
     flags = ("--run-dir", copy_of_tiny, "--epochs", "0.1", "--redo")
     run_stage("10_sft", *flags)
     assert not (copy_of_tiny / "outputs/10_sft/check/proof.json").exists()

@@ -56,8 +56,9 @@ def test_slowdown_is_a_ratio_of_two_times(monkeypatch):
 PREPARE = """
 import sys; sys.path.insert(0, sys.argv[1])
 from kernel import acquire, run
-run.bfloat16_slowdown = lambda: float(sys.argv[2])
-acquire.acquire = lambda *_: run.REPOSITORY / "models" / sys.argv[3]
+slowdown, model = float(sys.argv[2]), run.REPOSITORY / "models" / sys.argv[3]
+run.bfloat16_slowdown = lambda: slowdown
+acquire.acquire = lambda *_: model
 import runpy
 sys.argv = ["00_prepare.py", *sys.argv[4:]]
 runpy.run_path("00_prepare.py", run_name="__main__")
