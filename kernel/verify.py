@@ -20,7 +20,6 @@ from kernel.lock import lock_folder
 from kernel.model import model_sha256
 from kernel.recompute import TRAINED, Run, equal
 from kernel.run import REPOSITORY, one_line_errors, versions
-from kernel.stage import shown
 
 # ---- hashes -------------------------------------------------------------------------------------
 
@@ -139,12 +138,12 @@ def verify(run: Run) -> list[str]:
     return missing
 
 
-def other_code(run: Run) -> list[str]:
-    """What need not hold: stages made by other code or library versions than today's."""
-    found = []
-    for path in sorted((run.dir / "outputs").glob("**/record.json")):
-        record = read_json(path)
-        then = {key: record["identity"][key] for key in ("code", "versions")}
+def other_code(run: Run) -> str:
+    """What need not hold: code and library versions of the run that are not today's, by name."""
+    changed = set()
+    for path in (run.dir / "outputs").glob("**/record.json"):
+        identity = read_json(path)["identity"]
+        then = {key: identity[key] for key in ("code", "versions")}
         sources = {
             name: REPOSITORY / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
             for name in then["code"]
@@ -153,10 +152,8 @@ def other_code(run: Run) -> list[str]:
             "code": {name: sha256_file(p) for name, p in sources.items() if p.is_file()},
             "versions": versions(),
         }
-        if changed := state.identity_differences(then, now):
-            label = f"{record['stage']} {record['variant'] or ''}".strip()
-            found.append(f"{label} was made by other code or libraries: {shown(changed)}")
-    return found
+        changed |= {line.split(":")[0] for line in state.identity_differences(then, now)}
+    return ", ".join(sorted(name.removeprefix("code.") for name in changed))
 
 
 def main() -> None:
@@ -170,8 +167,8 @@ def main() -> None:
         lock_folder(folder)
     print(f"verify: {folder}")
     missing = verify(Run(folder))
-    for note in other_code(Run(folder)):
-        print(f"  note   {note}")
+    if changed := other_code(Run(folder)):
+        print(f"  note: this is not the code (or library versions) that made it: {changed}")
     for name in missing:
         print(f"  not finished: {name}")
     print("verify: everything that is there holds" if missing else "verify: the whole run holds")
