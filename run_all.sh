@@ -13,12 +13,12 @@ bash run_all.sh verify [run folder]               recompute a run's hashes and f
 bash run_all.sh test [pytest arguments]           set up and run the tests
 
   profile   base model                        time       memory     disk
-  tiny      made here, 0.8 M parameters       3 min      1.4 GB     0.1 GB
-  smollm2   SmolLM2-135M-Instruct (default)   50 min     5.6 GB     1.1 GB
+  tiny      made here, 0.8 M parameters       2 min      1.2 GiB    0.1 GB
+  smollm2   SmolLM2-135M-Instruct (default)   24 min     6.2 GiB    1.1 GB
   qwen      Qwen2.5-0.5B-Instruct             not measured as a whole (see the README)
-  test                                        10 min     1.4 GB     0.4 GB
+  test                                        12 min     1.2 GiB    0.4 GB
 
-  Times are for two CPU cores, without the set-up; memory is the sum of the two processes that run side
+  Times are for two CPU cores, smollm2's with set-up and download, tiny's without making its model once; memory is the sum of the two processes that run side
   by side; disk is models/ and runs/ without the virtual environment (1.2 GB with a CPU build of torch).
 
 options
@@ -29,7 +29,7 @@ options
   --help            this text
 
 A finished stage whose inputs are unchanged is skipped. Ctrl-C saves and stops; after that, as after a
-crash or a power cut, the same command goes on from the newest complete state.
+crash or a power cut, the same command (after --fresh: the one that is printed) goes on from there.
 HELP
 }
 
@@ -124,6 +124,7 @@ flags=(--profile "$mode" --run-dir "$run_dir")
 
 failed() { # stage, status
     local again="bash run_all.sh $mode --run-dir '$run_dir'"
+    [ -z "$model_dir" ] || again="$again --model-dir '$model_dir'"
     if [ "$2" -eq 130 ]; then
         echo "run_all.sh: stopped in $1; to go on: $again" >&2
     elif [ "$2" -gt 128 ]; then

@@ -10,10 +10,6 @@ from pathlib import Path
 from kernel import state
 from kernel.data import inside, read_json, sha256_file
 
-STAGES = (
-    "00_prepare 10_sft 20_reward 30_ppo 40_generate 50_evaluate 60_probe"
-).split()  # in the order in which they run
-
 
 def maker(name: str) -> str:
     """The stage that makes a file of the run folder, and its variant if it has one."""

@@ -1,4 +1,4 @@
-"""One owner per run folder. Standard library only, so that run_all.sh can take the lock in no time.
+"""One owner per run folder. Standard library only, so that taking it imports nothing heavy.
 
 The lock is the system's own (flock) on <run folder>/.lock; it goes with the last process that holds it,
 however that process ends. The file's text only says who it is: empty after a clean end.

@@ -55,8 +55,8 @@ def repeats(role: Role, read, batch: Batch) -> None:
 def padding_gap(role: Role, read, answers: list[tuple], pad_id: int, device) -> float:
     """How much one answer's numbers move when others stand beside it; must stay within the bound.
 
-    answers: (prompt ids, response ids). The first is read alone, right-padded (a longer response beside
-    it), left-padded (a longer prompt beside it), and with both.
+    answers: (prompt ids, response ids). The first is read alone, beside a longer response (which
+    pads it on the right), beside a longer prompt (on the left), and with both.
     """
     prompt, response = answers[0]
     longer_response = (prompt, response + response)
@@ -122,7 +122,7 @@ def trained_tensors(loss: torch.Tensor, trained: Role, others: list[Role]) -> in
     still = []
     if (
         trained.head is None or trained.head.weight.any()
-    ):  # below a zero head all slopes are zero yet
+    ):  # below a zero head all slopes are still zero
         still = [
             n
             for n, p in learned.items()

@@ -49,7 +49,7 @@ def equal(where: str, stored, computed) -> None:
 
 
 class Run:
-    """A run folder with its config and a log of what held."""
+    """A run folder, its shared settings and the folder of its base model."""
 
     def __init__(self, folder: Path):
         self.dir = folder

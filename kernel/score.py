@@ -1,11 +1,11 @@
 """One forward pass over (prompt, response), read out three ways: log-probabilities, values, scores.
 
 Letters: B rows, P prompt columns (left-padded), T response columns (right-padded), L = P + T,
-D hidden size, V vocabulary, N active response tokens of the batch.
+D hidden size, V vocabulary, N states that are read out (mostly: the active response tokens).
 
-    column      0 .. P-1            P .. P+T-1
-    input_ids   [pad pad prompt]    [response EOS pad]
-    state before response token t = hidden state of column P-1+t
+    a batch is padded           [pad pad prompt] [response EOS pad]
+    a pass reads without pads   [prompt response EOS]
+    state before response token t = state of column p-1+t, with p prompt tokens in the row
 """
 
 from typing import NamedTuple

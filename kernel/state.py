@@ -1,7 +1,7 @@
 """Complete resume states: written durably, checked on reading, compared bit for bit.
 
-A state is one file, torch.save through gzip level 1, loaded weights-only, and a JSON manifest with its
-sha256 that is written last: a state without a matching manifest does not count.
+A state is one file, written by torch.save and gzip (level 1) and loaded weights-only, and a
+JSON manifest with its sha256 that is written last: a state without a matching manifest does not count.
 """
 
 import gzip

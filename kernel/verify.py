@@ -3,7 +3,7 @@
     bash run_all.sh verify [run folder]          # or: python -m kernel.verify runs/smollm2
 
 From the base model up: base model, corpus, SFT, reward model, PPO, generations, evaluation, probes; the
-first thing that does not hold is named and ends the walk with status 1. Nothing is written,
+first thing that does not hold is named and ends the walk with status 1. Nothing is written but the lock,
 no model is run: the scores and log-probabilities in the records are taken as measured, and everything
 that follows from them by arithmetic is done again.
 """

@@ -1,6 +1,6 @@
 """Kill the trained stages with SIGKILL at random moments, start them again, compare bit for bit.
 
-    python tests/crash.py --kills 100          # tiny profile, in a temporary folder, about ten minutes
+    .venv/bin/python tests/crash.py --kills 100    # tiny, in a temporary folder, ten minutes
 
 An uninterrupted run is made first (or given by --reference, a finished tiny run). Then the same stages
 run in a second folder and are killed again and again: while they start, inside a rollout, between two

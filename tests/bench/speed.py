@@ -1,7 +1,7 @@
 """How long the passes take, beside the stock model and beside their bare matrix products.
 
-    python tests/bench/speed.py                # a table, two minutes on one core
-    python tests/bench/speed.py --curve        # does the cost grow linearly in rollouts and tokens?
+    .venv/bin/python tests/bench/speed.py                # a table, two minutes on one core
+    .venv/bin/python tests/bench/speed.py --curve    # does it grow linearly in rollouts and tokens?
 
 Columns, in milliseconds, the best of some rounds in which all three take turns:
     ours    the kernel's own pass
