@@ -89,23 +89,19 @@ for policy, adapter in POLICIES.items():
         logprobs = pick_logprobs(logits, rollout.batch)  # (B, T)
         ref_logprobs = pick_logprobs(ref_logits, rollout.batch)
         kl = exact_kl(logits, ref_logits, rollout.batch.response_mask)["kl"]
-        for b, index in ((b, index) for b, ids in enumerate(picked) for index in places[ids]):
+        for b, ids in enumerate(picked):
             length = len(responses[b])
-            generations.append(
-                {
-                    "policy": policy,
-                    "id": rows[index]["id"],
-                    "population": rows[index]["population"],
-                    "context": rows[index]["context"],
-                    "prompt": rows[index]["prompt"],
-                    "response_ids": responses[b],
-                    "text": chat.decode(responses[b]),
-                    "finish_reason": "eos" if rollout.finished[b] else "length",
-                    "logprobs": logprobs[b, :length].tolist(),
-                    "ref_logprobs": ref_logprobs[b, :length].tolist(),
-                    "kl": kl[b, :length].tolist(),  # exact, per visited prefix
-                }
-            )
+            answer = {
+                "response_ids": responses[b],
+                "text": chat.decode(responses[b]),
+                "finish_reason": "eos" if rollout.finished[b] else "length",
+                "logprobs": logprobs[b, :length].tolist(),
+                "ref_logprobs": ref_logprobs[b, :length].tolist(),
+                "kl": kl[b, :length].tolist(),  # exact, per visited prefix
+            }
+            for index in places[ids]:
+                row = {key: rows[index][key] for key in ("id", "population", "context", "prompt")}
+                generations.append({"policy": policy, **row, **answer})
         bar.update()
 bar.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kernel import state
 from kernel.data import inside, read_json, sha256_file
+from kernel.model import model_sha256
 
 
 def maker(name: str) -> str:
@@ -17,6 +18,18 @@ def maker(name: str) -> str:
     if kind not in ("checkpoints", "outputs"):
         return "00_prepare"
     return "/".join(rest[:-1])
+
+
+def check_model(folder: Path, recorded: dict[str, str]) -> None:
+    """Raises ValueError unless the folder is the base model that 00_prepare.py recorded."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: the base model is missing; run 00_prepare.py again")
+    changed = state.identity_differences(recorded, model_sha256(folder))
+    if changed:
+        raise ValueError(
+            f"{folder} is not the base model of this run; it changed since 00_prepare.py recorded it "
+            f"({'; '.join(changed)})"
+        )
 
 
 def checked_inputs(run_dir: Path, names: list[str]) -> dict[str, str]:

@@ -42,13 +42,14 @@ def within(invariant: str, gap: float, bound: float) -> float:
     return gap
 
 
-def repeats(role: Role, read, batch: Batch) -> None:
-    """Two forward passes over the same batch give the same bits."""
+def repeats(role: Role, read, batch: Batch) -> torch.Tensor:
+    """Two forward passes over the same batch give the same bits; returns them, without a graph."""
     with torch.no_grad():
         first, second = read(role, batch), read(role, batch)
     if not torch.equal(first, second):
         gap = (first - second).abs().max().item()
         fail(f"two forward passes of role '{role.name}' are bitwise equal", f"a gap of {gap:.3g}")
+    return first
 
 
 @torch.no_grad()
@@ -119,15 +120,10 @@ def trained_tensors(loss: torch.Tensor, trained: Role, others: list[Role]) -> in
         if p.grad is not None
     }
     learned = trained.learned()
-    still = []
-    if (
-        trained.head is None or trained.head.weight.any()
-    ):  # below a zero head all slopes are still zero
-        still = [
-            n
-            for n, p in learned.items()
-            if n.endswith(".B") and p.grad is not None and not p.grad.any()
-        ]
+    every_b = [(name, p.grad) for name, p in learned.items() if name.endswith(".B")]
+    if trained.head is not None and not trained.head.weight.any():
+        every_b = []  # below a zero head all slopes are still zero
+    still = [name for name, grad in every_b if grad is not None and not grad.any()]
     for role in [trained, *others]:
         role.zero_grad(set_to_none=True)
     wanted = {f"{trained.name}.{name}" for name in learned}
@@ -160,11 +156,9 @@ def preference(reward: Role, pairs: list[tuple], pad_id: int, device) -> None:
     began = time.perf_counter()
     answers = [(prompt, chosen) for prompt, chosen, _ in pairs]
     batch = make_batch(*zip(*answers), pad_id, device)
-    repeats(reward, response_scores, batch)
+    plain = repeats(reward, response_scores, batch)
     gap = padding_gap(reward, response_scores, answers, pad_id, device)
     chosen_scores, rejected_scores = pair_scores(reward, *zip(*pairs), pad_id, device)
-    with torch.no_grad():
-        plain = response_scores(reward, batch)
     shared = within(
         "a score is the same with the prompt shared by both answers",
         (chosen_scores - plain).abs().max().item(),

@@ -24,7 +24,6 @@ from kernel import guard, lineage, state
 from kernel.data import read_json, sha256_file, write_json
 from kernel.lock import lock_folder
 from kernel.metrics import Records, peak_memory_mib
-from kernel.model import model_sha256
 from kernel.profiles import PROFILES
 from kernel.run import (
     REPOSITORY,
@@ -46,6 +45,7 @@ class Stage:
         one_line_errors(name)
         args = self.args = arg_parser.parse_args()
         self.variant = getattr(args, "variant", None)
+        self.label = f"{name} {self.variant}" if self.variant else name
         self.profile, self.dir = run_folder(args)
         if not (self.dir / "config.json").is_file():
             raise ValueError(f"{self.dir} has no config.json: run 00_prepare.py first")
@@ -63,7 +63,7 @@ class Stage:
         self.checkpoints = self.dir.joinpath("checkpoints", name, *suffix)
         self.outputs = self.dir.joinpath("outputs", name, *suffix)
 
-        self._check_model()
+        lineage.check_model(Path(self.config["model_dir"]), self.model)
         self.parents = lineage.checked_inputs(self.dir, reads)
         self.identity = {
             "profile": self.profile,
@@ -92,18 +92,7 @@ class Stage:
 
     # -- finished, unfinished, changed ----------------------------------------------------------
 
-    def _check_model(self) -> None:
-        folder = Path(self.config["model_dir"])
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is missing: run 00_prepare.py again")
-        changed = state.identity_differences(self.model, model_sha256(folder))
-        if changed:
-            raise ValueError(
-                f"{folder} changed since 00_prepare.py recorded it ({'; '.join(changed)})"
-            )
-
     def _skip_or_refuse(self) -> None:
-        label = f"{self.name} {self.variant}" if self.variant else self.name
         record_path = self.outputs / "record.json"
         if not record_path.is_file():
             return
@@ -111,14 +100,14 @@ class Stage:
         changed = state.identity_differences(record["identity"], self.identity)
         changed += lineage.record_faults(self.dir, record)
         if changed and self.args.redo:
-            print(f"{label}: made again, because of changes ({shown(changed)})")
+            print(f"{self.label}: made again, because of changes ({shown(changed)})")
             return self._remove_old()
         if changed:
             raise ValueError(
-                f"{label} is finished, but things changed ({shown(changed)}); nothing was touched. "
+                f"{self.label} is finished, but things changed ({shown(changed)}); nothing was touched. "
                 "Use another --run-dir, or --redo for this stage and all behind it"
             )
-        print(f"{label}: finished before, inputs unchanged, skipped. {record['figure']}")
+        print(f"{self.label}: finished before, inputs unchanged, skipped. {record['figure']}")
         sys.exit(0)
 
     def _remove_old(self) -> None:
@@ -181,9 +170,7 @@ class Stage:
         return saved, updates
 
     def save(self, updates: int, content: dict) -> None:
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
         content = {**content, "rng": state.rng_state()}
-        self.final_sha256 = state.content_hash(content)
         marks = {records.path.name: records.mark() for records in self.records_open}
         state.save_state(self.checkpoints, updates, content, self.identity, marks)
         if self.stopping:
@@ -224,7 +211,7 @@ class Stage:
             range(done + 1, stop + 1),
             initial=done,
             total=stop,
-            desc=f"{self.name} {self.variant or ''}".strip(),
+            desc=self.label,
             mininterval=15 if quiet else 0.2,
             ascii=True if quiet else None,
             dynamic_ncols=not quiet,
@@ -249,8 +236,7 @@ class Stage:
         write_json(self.outputs / "record.json", record)
         for path in files:
             print(f"  wrote {self.rel(path)}")
-        label = f"{self.name} {self.variant}" if self.variant else self.name
-        print(f"{label}: {figure} [{seconds:.0f} s, peak {peak_mib:.0f} MiB]")
+        print(f"{self.label}: {figure} [{seconds:.0f} s, peak {peak_mib:.0f} MiB]")
 
     def prove(self, files: tuple[str, ...]) -> None:
         """The exact check: resume and continuous ended in the same bits. Exits the process."""

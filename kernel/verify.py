@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from kernel import corpus, lineage, recompute, state
 from kernel.data import check_corpus, read_json, read_jsonl, sha256_file
 from kernel.lock import lock_folder
-from kernel.model import model_sha256
 from kernel.recompute import TRAINED, Run, equal
 from kernel.run import REPOSITORY, one_line_errors, versions
 
@@ -25,11 +24,7 @@ from kernel.run import REPOSITORY, one_line_errors, versions
 
 
 def base_model(run: Run) -> str:
-    if not run.model_dir.is_dir():
-        raise ValueError(f"{run.model_dir}: the base model is missing")
-    changed = state.identity_differences(run.model, model_sha256(run.model_dir))
-    if changed:
-        raise ValueError(f"{run.model_dir} is not the base model of this run: {changed[0]}")
+    lineage.check_model(run.model_dir, run.model)
     return f"{run.model_dir.name}, sha256 {run.model['base_sha256'][:16]}"
 
 
