@@ -21,8 +21,7 @@ from kernel.chat import Chat
 from kernel.data import read_jsonl, write_atomic, write_json, write_jsonl
 from kernel.model import load_adapter, make_role
 from kernel.preference import pair_accuracy
-from kernel.report import evaluation, results_table
-from kernel.rubric import rubric
+from kernel.report import answer_figures, evaluation, results_table
 from kernel.score import learned_reward
 from kernel.stage import Stage
 
@@ -62,12 +61,7 @@ judge = learned_reward(reward, chat.pad_id, device)
 for row in answers:
     if row["id"] not in labels:
         raise ValueError(f"{GENERATIONS}: no label for {row['id']} in {LABELS}")
-    row["verdict"] = rubric(row["prompt"], row["text"], row["finish_reason"], labels[row["id"]])
-    row["tokens"] = len(row["response_ids"])
-    row["log_ratio"] = (
-        sum(a - r for a, r in zip(row["logprobs"], row["ref_logprobs"])) / row["tokens"]
-    )
-    row["kl"] = sum(row["kl"]) / row["tokens"]
+    row |= answer_figures(row, labels[row["id"]])
 distinct = list({(row["prompt"], tuple(row["response_ids"])) for row in answers})
 distinct.sort()  # each text is scored once, in an order that does not depend on the process
 scores = judge([chat.prompt_ids(prompt) for prompt, _ in distinct], [list(r) for _, r in distinct])

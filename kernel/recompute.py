@@ -16,7 +16,6 @@ from kernel import ppo, report, state
 from kernel.chat import Chat
 from kernel.data import Draws, read_json, read_jsonl
 from kernel.optim import learning_rate
-from kernel.rubric import rubric
 from kernel.run import REPOSITORY
 
 CLOSE = (
@@ -213,13 +212,8 @@ def evaluation(run: Run) -> str:
         where = f"50_evaluate answers.jsonl {row['policy']} {row['id']}"
         for key in ("policy", "id", "text", "finish_reason", "prompt"):
             equal(f"{where} {key}", row[key], source[key])
-        said = rubric(row["prompt"], row["text"], row["finish_reason"], labels[row["id"]])
-        equal(f"{where} verdict", row["verdict"], said)
-        tokens = len(source["response_ids"])
-        ratio = sum(a - r for a, r in zip(source["logprobs"], source["ref_logprobs"])) / tokens
-        equal(f"{where} tokens", row["tokens"], tokens)
-        same(f"{where} log_ratio", row["log_ratio"], ratio)
-        same(f"{where} kl", row["kl"], sum(source["kl"]) / tokens)
+        for key, value in report.answer_figures(source, labels[row["id"]]).items():
+            equal(f"{where} {key}", row[key], value)
     seed = run.record("50_evaluate")["identity"]["evaluate"]["bootstrap_seed"]
     figures = report.evaluation(answers, seed)
     stored = read_json(run.dir / "outputs/50_evaluate/results.json")

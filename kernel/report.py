@@ -2,6 +2,8 @@
 
 import numpy
 
+from kernel.rubric import rubric
+
 POPULATIONS = ("test", "probe_rows", "probe_unique_contexts", "all_rows", "all_unique_contexts")
 
 
@@ -25,6 +27,20 @@ def population(rows: list[dict], name: str) -> list[dict]:
 def rate(count: int, total: int) -> float | None:
     """count / total, None where there is nothing to divide by (never a made-up 0)."""
     return count / total if total else None
+
+
+def answer_figures(row: dict, label: dict) -> dict:
+    """verdict, tokens, and log_ratio and kl as means over the tokens, of one generated answer.
+
+    row: a line of generations.jsonl; label: what the rubric may know about its prompt.
+    """
+    tokens = len(row["response_ids"])
+    return {
+        "verdict": rubric(row["prompt"], row["text"], row["finish_reason"], label),
+        "tokens": tokens,
+        "log_ratio": sum(a - r for a, r in zip(row["logprobs"], row["ref_logprobs"])) / tokens,
+        "kl": sum(row["kl"]) / tokens,
+    }
 
 
 def summarise(rows: list[dict]) -> dict:
