@@ -31,10 +31,10 @@ from kernel.metrics import Phases, print_phases
 from kernel.model import check_isolation, fingerprint, load_adapter, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.ppo import (
-    explained_variance,
     gae,
     policy_loss,
     response_mean,
+    rollout_metrics,
     token_rewards,
     value_loss,
 )
@@ -224,20 +224,12 @@ for iteration in bar:
     # Records: one row of metrics, and per rollout everything a reader needs to redo the arithmetic.
     row = {
         "iteration": iteration,
-        "score": scores.mean().item(),
-        "kl": response_mean(exact["kl"], mask).item(),  # exact, policy against reference
-        "log_ratio": response_mean(old_logprobs - ref_logprobs, mask).item(),  # one sample of it
-        "kl_reward": (rewards.sum(1) - (scores - center)).mean().item(),
+        **rollout_metrics(
+            scores, center, old_logprobs, ref_logprobs, full_logprobs, exact["kl"], old_values,
+            rewards, advantages, returns, mask, rollout.finished,
+        ),
         "entropy": response_mean(exact["entropy"], mask).item(),
-        "tokens": mask.sum(1).float().mean().item(),
-        "finished": rollout.finished.float().mean().item(),
-        # prefix by prefix against whole sequence, before the first update of this iteration
-        "scoring_gap": (full_logprobs - old_logprobs).abs().max().item(),
-        "value": response_mean(old_values, mask).item(),
-        "return": response_mean(returns, mask).item(),
-        "advantage": response_mean(advantages, mask).item(),
-        "explained_variance": explained_variance(old_values, returns, mask).item(),
-    }
+    }  # fmt: skip
     for number, epoch in enumerate(epochs, start=1):
         row |= {
             f"policy_loss_{number}": epoch["policy"]["loss"],

@@ -126,3 +126,29 @@ def explained_variance(
     if variance == 0:
         return torch.zeros((), device=returns.device)
     return 1 - (returns - values).var(unbiased=False) / variance
+
+
+def rollout_metrics(
+    scores, center, old_logprobs, ref_logprobs, full_logprobs, kl, old_values, rewards, advantages,
+    returns, response_mask, finished,
+) -> dict[str, float]:  # fmt: skip
+    """One iteration's figures of its rollouts, before any update; README says what each one means.
+
+    scores and finished are (B,), center a number, all others (B, T); full_logprobs are those of the
+    sampling policy read in one pass, kl the exact KL(policy || reference) of each visited prefix.
+    """
+    mean = lambda x: response_mean(x, response_mask).item()  # noqa: E731
+    return {
+        "score": scores.mean().item(),
+        "kl": mean(kl),  # exact, policy against reference
+        "log_ratio": mean(old_logprobs - ref_logprobs),  # one sample of it
+        "kl_reward": (rewards.sum(1) - (scores - center)).mean().item(),
+        "tokens": response_mask.sum(1).float().mean().item(),
+        "finished": finished.float().mean().item(),
+        # prefix by prefix against whole sequence
+        "scoring_gap": (full_logprobs - old_logprobs).abs().max().item(),
+        "value": mean(old_values),
+        "return": mean(returns),
+        "advantage": mean(advantages),
+        "explained_variance": explained_variance(old_values, returns, response_mask).item(),
+    }

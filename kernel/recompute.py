@@ -148,38 +148,27 @@ def iteration_figures(where: str, group: list[dict], own: dict) -> dict[str, flo
         for b, row in enumerate(group):
             length = len(row["response_ids"])
             same(f"{where} {row['rollout']} {name}", row[name], tensor[b, :length].tolist())
-    mean = lambda x: ppo.response_mean(x, mask).item()  # noqa: E731
-    figures = {
-        "score": scores.mean().item(),
-        "kl": mean(column("kl")),
-        "log_ratio": mean(old - ref),
-        "kl_reward": (rewards.sum(1) - centred).mean().item(),
-        "tokens": mask.sum(1).float().mean().item(),
-        "finished": finished.float().mean().item(),
-        "scoring_gap": (column("full_logprobs") - old).abs().max().item(),
-        "value": mean(values),
-        "return": mean(returns),
-        "advantage": mean(advantages),
-        "explained_variance": ppo.explained_variance(values, returns, mask).item(),
-    }
+    figures = ppo.rollout_metrics(
+        scores, group[0]["center"], old, ref, column("full_logprobs"), column("kl"), values,
+        rewards, advantages, returns, mask, finished,
+    )  # fmt: skip
     for epoch in range(own["ppo_epochs"]):
         ratio = padded([row["ratios"][epoch] for row in group]).masked_fill(~mask, 1)
-        clipped = ratio.clamp(1 - own["clip_range"], 1 + own["clip_range"])
-        bites = (clipped * advantages < ratio * advantages) & mask
+        loss, stats = ppo.policy_loss(
+            ratio.log(), torch.zeros_like(ratio), advantages, mask, own["clip_range"]
+        )
         for b, row in enumerate(group):
             length = len(row["response_ids"])
             equal(
                 f"{where} {row['rollout']} clip_bites of epoch {epoch + 1}",
-                row["clip_bites"][epoch], bites[b, :length].tolist(),
+                row["clip_bites"][epoch], stats["clip_bites"][b, :length].tolist(),
             )  # fmt: skip
         new_values = padded([row["new_values"][epoch] for row in group])
         figures |= {
-            f"policy_loss_{epoch + 1}": -mean(
-                torch.minimum(ratio * advantages, clipped * advantages)
-            ),
+            f"policy_loss_{epoch + 1}": loss.item(),
             f"value_loss_{epoch + 1}": ppo.value_loss(new_values, returns, mask).item(),
-            f"clip_fraction_{epoch + 1}": (bites.sum() / mask.sum()).item(),
-            f"approx_kl_{epoch + 1}": mean(ratio - 1 - ratio.log()),
+            f"clip_fraction_{epoch + 1}": stats["clip_fraction"].item(),
+            f"approx_kl_{epoch + 1}": stats["approx_kl"].item(),
         }
     return figures
 
