@@ -135,10 +135,12 @@ failed() { # stage, status
     exit "$2"
 }
 
+program() { "$python" "$1.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} "${@:2}"; }
+
 stage() { # stage name, further arguments
     local status=0
     say "$*"
-    "$python" "$1.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} "${@:2}" || status=$?
+    program "$@" || status=$?
     [ "$status" -eq 0 ] || failed "$1" "$status"
 }
 
@@ -152,12 +154,9 @@ trained() { # stage name
     mkdir -p "$(dirname "$log")"
     say "$name: continuous; beside it interrupt and resume (log: $log)"
     set -m # each lane in a process group of its own, so that Ctrl-C reaches it once, through the trap
-    (
-        "$python" "$name.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} --variant interrupt &&
-            "$python" "$name.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} --variant resume
-    ) >>"$log" 2>&1 &
+    { program "$name" --variant interrupt && program "$name" --variant resume; } >>"$log" 2>&1 &
     beside=$!
-    "$python" "$name.py" "${flags[@]}" ${redo[@]+"${redo[@]}"} --variant continuous &
+    program "$name" --variant continuous &
     ours=$!
     set +m
     trap 'stopped=yes; tell_to_stop "$ours"; tell_to_stop "$beside"' INT TERM HUP

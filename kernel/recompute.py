@@ -54,8 +54,7 @@ class Run:
         self.dir = folder
         config = read_json(folder / "config.json")
         self.common, self.model = config["common"], config["model"]
-        model_dir = Path(self.common["model_dir"])
-        self.model_dir = model_dir if model_dir.is_absolute() else REPOSITORY / model_dir
+        self.model_dir = REPOSITORY / self.common["model_dir"]  # an absolute path stays what it is
 
     def rows(self, name: str) -> list[dict]:
         return read_jsonl(self.dir / name)
@@ -94,6 +93,12 @@ def schedule(run: Run, stage: str) -> str:
     return f"{len(rows)} rows of metrics, learning rates recomputed"
 
 
+def same_ending(where: str, row: dict, eos_id: int) -> None:
+    """The finish reason says whether the last id is EOS."""
+    ended = row["response_ids"][-1] == eos_id
+    equal(f"{where} finish_reason", row["finish_reason"], "eos" if ended else "length")
+
+
 def rollouts(run: Run) -> str:
     """Prompts drawn, token rewards, GAE, losses and metrics of every iteration, from stored tokens."""
     identity = run.record("30_ppo", "continuous")["identity"]
@@ -109,12 +114,7 @@ def rollouts(run: Run) -> str:
         drawn = [prompts[i]["id"] for i in draws.take(own["rollouts"])]
         equal(f"{where} prompts", [r["prompt_id"] for r in group], drawn)
         for r in group:
-            ended = r["response_ids"][-1] == common["eos_id"]
-            equal(
-                f"{where} {r['rollout']} finish_reason",
-                r["finish_reason"],
-                "eos" if ended else "length",
-            )
+            same_ending(f"{where} {r['rollout']}", r, common["eos_id"])
         for name, value in iteration_figures(where, group, own).items():
             same(f"{where} {name}", row[name], value)
     first = load_file(run.dir / "outputs/30_ppo/continuous/first_logits.safetensors")
@@ -187,8 +187,7 @@ def generations(run: Run) -> str:
     for row in rows:
         where = f"40_generate {row['policy']} {row['id']}"
         equal(f"{where} text", row["text"], chat.decode(row["response_ids"]))
-        ended = row["response_ids"][-1] == chat.eos_id
-        equal(f"{where} finish_reason", row["finish_reason"], "eos" if ended else "length")
+        same_ending(where, row, chat.eos_id)
     return f"{len(rows)} answers, texts and finish reasons follow from the ids"
 
 

@@ -56,8 +56,8 @@ class Stage:
         self.model = shared["model"]  # base_sha256, tokenizer_sha256
         self.settings = override(PROFILES[self.profile][section], args)  # this stage's own section
         self.config = {**shared["common"], **self.settings}
-        if not Path(self.config["model_dir"]).is_absolute():
-            self.config["model_dir"] = str(REPOSITORY / self.config["model_dir"])
+        # relative to the repository, unless it is somebody's own folder
+        self.config["model_dir"] = str(REPOSITORY / self.config["model_dir"])
         self.device = torch.device(self.config["device"])
         suffix = [self.variant] if self.variant else []
         self.checkpoints = self.dir.joinpath("checkpoints", name, *suffix)

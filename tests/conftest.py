@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,20 @@ def tiny(tmp_path_factory) -> Path:
 def copy_of_tiny(tiny, tmp_path) -> Path:
     """A copy of the finished tiny run, to be damaged or continued."""
     return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+def without(run: Path, stage: str, variant: str = "") -> Path:
+    """A run in which a stage, or one variant of it, has not happened."""
+    for kind in ("outputs", "checkpoints"):
+        shutil.rmtree(run / kind / stage / variant)
+    return run
+
+
+def wait_until(holds, seconds: float = 90) -> None:
+    end = time.time() + seconds
+    while not holds():
+        assert time.time() < end, "it did not happen in time"
+        time.sleep(0.05)
 
 
 def build(folder: Path, kind: str) -> Path:

@@ -14,11 +14,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, last_line, run_stage
+from conftest import ROOT, last_line, run_stage, wait_until, without
 from crash import differences, newest, start
 
 from kernel.data import read_jsonl, sha256_file
@@ -29,9 +28,7 @@ def prepared(tiny, tmp_path_factory) -> Path:
     """Finished adapters of SFT and reward model, and nothing of PPO."""
     run = tmp_path_factory.mktemp("prepared") / "run"
     shutil.copytree(tiny, run)
-    for kind in ("outputs", "checkpoints"):
-        shutil.rmtree(run / kind / "30_ppo")
-    return run
+    return without(run, "30_ppo")
 
 
 def test_ppo_killed_at_seven_moments_ends_in_the_same_bits(prepared, tmp_path):
@@ -59,12 +56,9 @@ def test_ppo_killed_at_seven_moments_ends_in_the_same_bits(prepared, tmp_path):
     assert states == [f"state_00000{n}.{end}" for n in (3, 4) for end in ("json", "pt.gz")]
 
 
-def test_a_full_disk_is_one_line_and_the_previous_state_goes_on(tiny, tmp_path):
+def test_a_full_disk_is_one_line_and_the_previous_state_goes_on(copy_of_tiny, tiny):
     """A file-size limit stands in for the full disk: the write fails with an error, half done."""
-    run = tmp_path / "run"
-    shutil.copytree(tiny, run)
-    for kind in ("outputs", "checkpoints"):
-        shutil.rmtree(run / kind / "10_sft" / "continuous")
+    run = without(copy_of_tiny, "10_sft", "continuous")
     flags = ["--run-dir", str(run), "--save-every", "2"]
     assert start(run, "10_sft", flags[2:], "step", 5, 0) == -signal.SIGKILL
     state = run / "checkpoints/10_sft/continuous/state_000004.pt.gz"
@@ -85,11 +79,8 @@ def test_a_full_disk_is_one_line_and_the_previous_state_goes_on(tiny, tmp_path):
     assert differences(run, tiny, "10_sft") == []
 
 
-def test_a_record_line_that_does_not_fit_is_one_line_too(tiny, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(tiny, run)
-    for kind in ("outputs", "checkpoints"):
-        shutil.rmtree(run / kind / "10_sft" / "continuous")
+def test_a_record_line_that_does_not_fit_is_one_line_too(copy_of_tiny):
+    run = without(copy_of_tiny, "10_sft", "continuous")
     done = subprocess.run(
         [sys.executable, str(ROOT / "10_sft.py"), "--run-dir", str(run)],
         capture_output=True, text=True,
@@ -212,22 +203,9 @@ def test_run_all_refuses_a_folder_in_use_and_fresh_takes_the_next_one(tmp_path):
 # ---- run_all.sh at a terminal -------------------------------------------------------------------
 
 
-def without_sft(run: Path) -> Path:
-    for kind in ("outputs", "checkpoints"):
-        shutil.rmtree(run / kind / "10_sft")
-    return run
-
-
 def both_lanes_work(run: Path) -> bool:
     paths = [run / "outputs/10_sft" / v / "metrics.jsonl" for v in ("continuous", "interrupt")]
     return all(path.is_file() and path.read_text().count("\n") >= 3 for path in paths)
-
-
-def wait_until(holds, seconds=90) -> None:
-    end = time.time() + seconds
-    while not holds():
-        assert time.time() < end, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def lock_is_free(run: Path) -> bool:
@@ -241,7 +219,7 @@ def lock_is_free(run: Path) -> bool:
 
 def test_ctrl_c_at_a_terminal_stops_both_lanes_and_each_saves(copy_of_tiny, tiny):
     """Cases B37, B45. A real terminal, because only there Ctrl-C goes to a whole process group."""
-    run = without_sft(copy_of_tiny)
+    run = without(copy_of_tiny, "10_sft")
     child, terminal = pty.fork()
     if child == 0:
         os.execvp("bash", ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)])
@@ -272,7 +250,7 @@ def test_ctrl_c_at_a_terminal_stops_both_lanes_and_each_saves(copy_of_tiny, tiny
 
 def test_lanes_that_outlive_a_killed_run_all_are_named(copy_of_tiny):
     """Case B37: after `kill -9` of the script its stages work on, and their folder stays theirs."""
-    run = without_sft(copy_of_tiny)
+    run = without(copy_of_tiny, "10_sft")
     command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
     script = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_until(lambda: both_lanes_work(run))

@@ -12,12 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, last_line, run_stage
+from conftest import ROOT, last_line, run_stage, wait_until, without
 from safetensors.torch import load_file
 
 from kernel.data import read_json, read_jsonl, sha256_file, write_json, write_jsonl
@@ -48,9 +46,8 @@ def test_interrupt_really_stopped_in_the_middle(tiny):
     assert [row["iteration"] for row in rows] == list(range(1, iterations + 1))  # each step once
 
 
-def test_check_fails_when_one_bit_differs(tiny, tmp_path):
-    run = tmp_path / "copy"
-    shutil.copytree(tiny, run)
+def test_check_fails_when_one_bit_differs(copy_of_tiny):
+    run = copy_of_tiny
     metrics = run / "outputs/10_sft/resume/metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes().replace(b'"update": 1,', b'"update": 1 ,', 1))
     done = run_stage("10_sft", "--run-dir", run, "--variant", "check", check=False)
@@ -112,15 +109,8 @@ def test_the_heads_were_trained(tiny):  # case B04
     assert critic["head.weight"].any() and critic["head.bias"].any()
 
 
-def without(run: Path, stage: str) -> Path:
-    """A copied run in which one stage's main variant has not happened."""
-    for kind in ("outputs", "checkpoints"):
-        shutil.rmtree(run / kind / stage / "continuous")
-    return run
-
-
 def test_without_a_step_every_ratio_stays_neutral(copy_of_tiny):  # case B09
-    run = without(copy_of_tiny, "30_ppo")
+    run = without(copy_of_tiny, "30_ppo", "continuous")
     flags = ("--iterations", "2", "--rollouts", "4", "--actor-lr", "0", "--critic-lr", "0")
     run_stage("30_ppo", "--run-dir", run, *flags)
     for row in read_jsonl(run / "outputs/30_ppo/continuous/metrics.jsonl"):
@@ -132,7 +122,7 @@ def test_without_a_step_every_ratio_stays_neutral(copy_of_tiny):  # case B09
 
 @pytest.mark.parametrize("stage", ["10_sft", "20_reward"])
 def test_the_micro_batch_changes_memory_and_not_the_update(copy_of_tiny, tiny, stage):  # case B24
-    run = without(copy_of_tiny, stage)
+    run = without(copy_of_tiny, stage, "continuous")
     run_stage(
         stage, "--run-dir", run, "--epochs", "0.02", "--micro-batch", "3", "--validation-rows", 2
     )
@@ -145,7 +135,7 @@ def test_the_micro_batch_changes_memory_and_not_the_update(copy_of_tiny, tiny, s
 def test_a_nan_stops_the_program_before_the_update_and_the_state_before_it_stays(
     copy_of_tiny, tmp_path
 ):  # case B30
-    run = without(copy_of_tiny, "10_sft")
+    run = without(copy_of_tiny, "10_sft", "continuous")
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from kernel import optim
@@ -347,9 +337,8 @@ def test_a_finished_stage_with_other_settings_is_refused_and_untouched(tiny):
     assert sha256_file(adapter) == before
 
 
-def test_redo_replaces_the_stage_and_everything_behind_it_notices(tiny, tmp_path):
-    run = tmp_path / "copy"
-    shutil.copytree(tiny, run)
+def test_redo_replaces_the_stage_and_everything_behind_it_notices(copy_of_tiny):
+    run = copy_of_tiny
     flags = ("--run-dir", run, "--epochs", "0.1")
     done = run_stage("10_sft", *flags, "--redo")
     assert "made again, because of changes" in done.stdout
@@ -368,9 +357,8 @@ def test_missing_inputs_name_the_stage_that_makes_them(tiny, tmp_path):
     assert done.returncode != 0 and "--variant interrupt first" in last_line(done)
 
 
-def test_resume_under_other_settings_is_refused(tiny, tmp_path):
-    run = tmp_path / "copy"
-    shutil.copytree(tiny, run)
+def test_resume_under_other_settings_is_refused(copy_of_tiny):
+    run = copy_of_tiny
     shutil.rmtree(run / "outputs/20_reward/resume")
     shutil.rmtree(run / "checkpoints/20_reward/resume")
     flags = ("--run-dir", run, "--variant", "resume", "--learning-rate", "0.5")
@@ -379,9 +367,8 @@ def test_resume_under_other_settings_is_refused(tiny, tmp_path):
     assert list((run / "checkpoints/20_reward/resume").iterdir()) == []
 
 
-def test_an_unfinished_stage_with_other_settings_is_refused_or_started_anew(tiny, tmp_path):
-    run = tmp_path / "copy"
-    shutil.copytree(tiny, run)
+def test_an_unfinished_stage_with_other_settings_is_refused_or_started_anew(copy_of_tiny):
+    run = copy_of_tiny
     (run / "outputs/20_reward/continuous/record.json").unlink()  # as after a crash
     flags = ("--run-dir", run, "--epochs", "0.05")
     done = run_stage("20_reward", *flags, check=False)
@@ -392,17 +379,12 @@ def test_an_unfinished_stage_with_other_settings_is_refused_or_started_anew(tiny
     assert not (run / "checkpoints/20_reward/continuous/state_000315.pt.gz").exists()
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on_exactly(tiny, tmp_path):
-    run = tmp_path / "copy"
-    shutil.copytree(tiny, run)
-    for kind in ("outputs", "checkpoints"):
-        shutil.rmtree(run / kind / "10_sft" / "continuous")
+def test_ctrl_c_saves_and_the_same_command_goes_on_exactly(copy_of_tiny, tiny):
+    run = without(copy_of_tiny, "10_sft", "continuous")
     command = [sys.executable, str(ROOT / "10_sft.py"), "--run-dir", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = run / "outputs/10_sft/continuous/metrics.jsonl"
-    deadline = time.time() + 60
-    while time.time() < deadline and (not metrics.exists() or metrics.read_text().count("\n") < 5):
-        time.sleep(0.05)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
@@ -415,19 +397,16 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_exactly(tiny, tmp_path):
 
 
 def test_a_second_process_on_the_same_folder_is_refused_and_a_dead_one_is_not_in_the_way(
-    tiny, tmp_path
+    copy_of_tiny, tiny
 ):
     """Case B37."""
-    run = tmp_path / "copy"
-    shutil.copytree(tiny, run)
+    run = copy_of_tiny
     shutil.rmtree(run / "outputs/10_sft/continuous")
     shutil.rmtree(run / "checkpoints/10_sft/continuous")
     command = [sys.executable, str(ROOT / "10_sft.py"), "--run-dir", str(run)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics = run / "outputs/10_sft/continuous/metrics.jsonl"
-    deadline = time.time() + 60
-    while time.time() < deadline and not metrics.exists():
-        time.sleep(0.05)
+    wait_until(metrics.exists)
     second = run_stage("10_sft", "--run-dir", run, check=False)
     assert second.returncode != 0
     assert f"process {first.pid} is already working" in last_line(second)
@@ -438,9 +417,8 @@ def test_a_second_process_on_the_same_folder_is_refused_and_a_dead_one_is_not_in
     assert sha256_file(run / adapter) == sha256_file(tiny / adapter)
 
 
-def test_plain_sampling_without_a_cache_gives_the_same_answers(tiny, tmp_path):
-    run = tmp_path / "copy"
-    shutil.copytree(tiny, run)
+def test_plain_sampling_without_a_cache_gives_the_same_answers(copy_of_tiny, tiny):
+    run = copy_of_tiny
     shutil.rmtree(run / "outputs/40_generate")
     run_stage("40_generate", "--run-dir", run, "--no-cache")
     path = "outputs/40_generate/generations.jsonl"
@@ -482,9 +460,8 @@ def test_bad_input_ends_in_one_clear_line(tiny, tmp_path, command, wanted):
     assert "Traceback" not in done.stderr
 
 
-def test_an_edited_corpus_file_is_refused(tiny, tmp_path):
-    run = tmp_path / "copy"
-    shutil.copytree(tiny, run)
+def test_an_edited_corpus_file_is_refused(copy_of_tiny):
+    run = copy_of_tiny
     pairs = run / "data/train/pairs.jsonl"
     held_out = read_jsonl(run / "data/heldout/pairs.jsonl")[0]
     pairs.write_text(pairs.read_text() + json.dumps(held_out) + "\n")  # case B10: a leaked test row
@@ -545,10 +522,9 @@ def test_an_output_place_that_is_a_file_is_told_at_once(tmp_path):
     assert done.returncode != 0 and "cannot write" in last_line(done)
 
 
-def test_run_all_stops_at_a_failing_stage_and_names_it(tiny, tmp_path):
+def test_run_all_stops_at_a_failing_stage_and_names_it(copy_of_tiny):
     """Case B45: the status of the stage survives, and nothing behind it is started."""
-    run = tmp_path / "copy"
-    shutil.copytree(tiny, run)
+    run = copy_of_tiny
     adapter = run / "checkpoints/10_sft/continuous/adapter.safetensors"
     damaged = bytearray(adapter.read_bytes())
     damaged[-1] ^= 1
