@@ -19,7 +19,15 @@ import torch
 from kernel import corpus, run
 from kernel.acquire import acquire
 from kernel.chat import Chat, special_ids
-from kernel.data import as_jsonl, check_corpus, read_json, sha256_file, write_json, write_jsonl
+from kernel.data import (
+    as_jsonl,
+    check_corpus,
+    read_json,
+    sha256_file,
+    write_atomic,
+    write_json,
+    write_jsonl,
+)
 from kernel.lock import lock_folder
 from kernel.model import check_model_folder, make_role, model_sha256
 from kernel.profiles import PROFILES
@@ -79,12 +87,13 @@ else:
             )
     for name, content in rows.items():
         write_jsonl(data / name, content)
+    write_atomic(data / "rubric.py", corpus.RUBRIC.read_bytes())
     manifest = {
-        "corpus": "OfficeHelpPrefs-v1",
+        "corpus": corpus.NAME,
         "fields": corpus.FIELDS,
         "rows": {name: len(content) for name, content in rows.items()},
         "audit": audit,
-        "sha256": {name: sha256_file(data / name) for name in rows},
+        "sha256": {name: sha256_file(data / name) for name in [*rows, "rubric.py"]},
     }
     write_json(data / "manifest.json", manifest)  # last: without it the corpus does not count
 

@@ -2,6 +2,7 @@
 
 In:   outputs/40_generate/generations.jsonl    520 greedy answers
       data/heldout/labels.jsonl                what the rubric needs, per id
+      data/rubric.py                           the rubric of this corpus
       data/heldout/pairs.jsonl                 180 test pairs, for the judge's own accuracy
       checkpoints/20_reward/continuous/adapter.safetensors
 Out:  outputs/50_evaluate/results.json         every figure, with intervals and the verdict
@@ -18,7 +19,7 @@ is not satisfaction; 520 answers are not 520 situations.
 
 from kernel import run
 from kernel.chat import Chat
-from kernel.data import read_jsonl, write_atomic, write_json, write_jsonl
+from kernel.data import load_function, read_jsonl, write_atomic, write_json, write_jsonl
 from kernel.model import load_adapter, make_role
 from kernel.preference import pair_accuracy
 from kernel.report import answer_figures, evaluation, results_table
@@ -27,9 +28,10 @@ from kernel.stage import Stage
 
 GENERATIONS = "outputs/40_generate/generations.jsonl"
 LABELS = "data/heldout/labels.jsonl"
+RUBRIC = "data/rubric.py"
 PAIRS = "data/heldout/pairs.jsonl"
 REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
-READS = [GENERATIONS, LABELS, PAIRS, REWARD]
+READS = [GENERATIONS, LABELS, RUBRIC, PAIRS, REWARD]
 WRITES = ["outputs/50_evaluate"]
 
 # ---- flags --------------------------------------------------------------------------------------
@@ -47,6 +49,7 @@ config, device = stage.config, stage.device
 chat = Chat(config)
 answers = read_jsonl(stage.dir / GENERATIONS)
 labels = {row["id"]: row for row in read_jsonl(stage.dir / LABELS)}
+rubric = load_function(stage.dir / RUBRIC, "rubric")
 pair_rows = read_jsonl(stage.dir / PAIRS)
 pairs = chat.encode_pairs(pair_rows, PAIRS)
 
@@ -61,7 +64,7 @@ judge = learned_reward(reward, chat.pad_id, device)
 for row in answers:
     if row["id"] not in labels:
         raise ValueError(f"{GENERATIONS}: no label for {row['id']} in {LABELS}")
-    row |= answer_figures(row, labels[row["id"]])
+    row |= answer_figures(row, labels[row["id"]], rubric)
 distinct = list({(row["prompt"], tuple(row["response_ids"])) for row in answers})
 distinct.sort()  # each text is scored once, in an order that does not depend on the process
 scores = judge([chat.prompt_ids(prompt) for prompt, _ in distinct], [list(r) for _, r in distinct])

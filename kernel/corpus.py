@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import random
 import unicodedata
+from pathlib import Path
 
 from kernel.rubric import ACTIONS, PHRASES, evaluate_response, response
 
+NAME = "OfficeHelpPrefs-v1"
+RUBRIC = Path(__file__).with_name("rubric.py")
 SEED = 49
 PER_ACTION = 40
 SPLITS = {"train": 28, "validation": 6, "heldout": 6}  # families per action
@@ -62,7 +65,8 @@ _MEANING = {
     "polite": "whether the candidate carries the courtesy formulas",
 }
 _TYPES = {"variant": int, "correct": bool, "polite": bool}  # all other fields are strings
-# NOTE: train/prompts and heldout/prompts hold no target: RL and the generator see contexts only.
+# NOTE: train/prompts and heldout/prompts hold no target: RL and the generator see contexts only. The
+# labels of both lie apart, for the stages that look afterwards.
 _PAIR = "id family variant prompt prompt_sha256 chosen rejected expected_action"
 FIELDS = {
     file: {name: _MEANING[name] for name in names.split()}
@@ -70,6 +74,7 @@ FIELDS = {
         "train/pairs.jsonl": _PAIR,
         "train/demonstrations.jsonl": "id family variant prompt prompt_sha256 response",
         "train/prompts.jsonl": "id family prompt prompt_sha256",
+        "train/labels.jsonl": "id expected_action",
         "validation/pairs.jsonl": _PAIR,
         "heldout/pairs.jsonl": _PAIR,
         "heldout/prompts.jsonl": "id population context prompt prompt_sha256",
@@ -156,6 +161,7 @@ def _rollouts(index: int) -> list[dict]:
             "id": f"{family}-RL{k}",
             "family": family,
             **prompt_fields(family, 11 + k, ROLLOUT, action),
+            "expected_action": ACTIONS[action],
         }
         for k in range(4)
     ]
@@ -178,24 +184,27 @@ def _probes(index: int) -> list[dict]:
     ]
 
 
+def of_fields(rows: list[dict], *files: str) -> dict[str, list[dict]]:
+    """The same rows in several files, each with its own fields."""
+    return {file: [{name: row[name] for name in FIELDS[file]} for row in rows] for file in files}
+
+
 def build_corpus(seed: int = SEED) -> dict[str, list[dict]]:
     """Relative file name -> rows, in the order in which they are written."""
     split = split_families(seed)
     pairs = {name: [row for index in split[name] for row in _pairs(index)] for name in split}
     probes = [row for index in range(PROBES) for row in _probes(index)]
-    # Prompts and labels go to two files, so that the generator can be kept away from the labels.
+    rollouts = [row for index in split["train"] for row in _rollouts(index)]
+    # Prompts and labels go to two files, so that RL and the generator can be kept away from the labels.
     asked = [{**row, "population": "test", "context": row["id"]} for row in pairs["heldout"]]
     asked += [{**row, "population": "probe"} for row in probes]
     return {
         "train/pairs.jsonl": pairs["train"],
         "train/demonstrations.jsonl": [_demonstration(index) for index in split["train"]],
-        "train/prompts.jsonl": [row for index in split["train"] for row in _rollouts(index)],
+        **of_fields(rollouts, "train/prompts.jsonl", "train/labels.jsonl"),
         "validation/pairs.jsonl": pairs["validation"],
         "heldout/pairs.jsonl": pairs["heldout"],
-        **{
-            file: [{name: row[name] for name in FIELDS[file]} for row in asked]
-            for file in ("heldout/prompts.jsonl", "heldout/labels.jsonl")
-        },
+        **of_fields(asked, "heldout/prompts.jsonl", "heldout/labels.jsonl"),
         "heldout/probes.jsonl": probes,
     }
 

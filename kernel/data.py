@@ -5,11 +5,13 @@ A corpus is a folder of JSONL files; 00_prepare.py writes it and every other sta
     train/demonstrations.jsonl   prompt, response               SFT
     train/pairs.jsonl            prompt, chosen, rejected       reward model
     train/prompts.jsonl          prompt                         PPO rollouts
+    train/labels.jsonl           what the rubric needs, by id   a look at the rollouts afterwards
     validation/pairs.jsonl       prompt, chosen, rejected       losses to look at; they select nothing
     heldout/prompts.jsonl        prompt, population, context    generation (no labels)
     heldout/labels.jsonl         what the rubric needs, by id   evaluation only
     heldout/pairs.jsonl          prompt, chosen, rejected       evaluation only
     heldout/probes.jsonl         prompt, candidate, factors     probes only
+    rubric.py                    rubric(prompt, response, finish_reason, row) -> dict with `success`
     manifest.json                fields, counts, sha256 of each file, the audit's result
 """
 
@@ -19,7 +21,9 @@ import hashlib
 import json
 import math
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -101,6 +105,22 @@ def as_jsonl(rows: list[dict]) -> str:
 
 def write_jsonl(path: Path, rows: list[dict]) -> None:
     write_atomic(path, as_jsonl(rows))
+
+
+def load_function(path: Path, name: str):
+    """A function out of a Python file, e.g. a rubric. Raises ValueError naming the file."""
+    module = ModuleType(f"{path.stem}_from_file")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and the like look their module up
+    source = path.read_bytes()
+    try:
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    except Exception as error:
+        raise ValueError(f"{path}: does not load ({type(error).__name__}: {error})") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{path}: has no function '{name}'")
+    return function
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from kernel import ppo, report, state
 from kernel.chat import Chat
-from kernel.data import Draws, read_json, read_jsonl
+from kernel.data import Draws, load_function, read_json, read_jsonl
 from kernel.optim import learning_rate
 from kernel.run import REPOSITORY
 
@@ -194,13 +194,14 @@ def generations(run: Run) -> str:
 def evaluation(run: Run) -> str:
     """Verdicts from the answers' own words, tables from the verdicts."""
     labels = {row["id"]: row for row in run.rows("data/heldout/labels.jsonl")}
+    rubric = load_function(run.dir / "data/rubric.py", "rubric")
     written = run.rows("outputs/40_generate/generations.jsonl")
     answers = run.rows("outputs/50_evaluate/answers.jsonl")
     for row, source in zip(answers, written, strict=True):
         where = f"50_evaluate answers.jsonl {row['policy']} {row['id']}"
         for key in ("policy", "id", "text", "finish_reason", "prompt"):
             equal(f"{where} {key}", row[key], source[key])
-        for key, value in report.answer_figures(source, labels[row["id"]]).items():
+        for key, value in report.answer_figures(source, labels[row["id"]], rubric).items():
             equal(f"{where} {key}", row[key], value)
     seed = run.record("50_evaluate")["identity"]["evaluate"]["bootstrap_seed"]
     figures = report.evaluation(answers, seed)

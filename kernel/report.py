@@ -2,8 +2,6 @@
 
 import numpy
 
-from kernel.rubric import rubric
-
 POPULATIONS = ("test", "probe_rows", "probe_unique_contexts", "all_rows", "all_unique_contexts")
 
 
@@ -29,10 +27,11 @@ def rate(count: int, total: int) -> float | None:
     return count / total if total else None
 
 
-def answer_figures(row: dict, label: dict) -> dict:
+def answer_figures(row: dict, label: dict, rubric) -> dict:
     """verdict, tokens, and log_ratio and kl as means over the tokens, of one generated answer.
 
-    row: a line of generations.jsonl; label: what the rubric may know about its prompt.
+    row: a line of generations.jsonl; label: what the rubric may know about its prompt; rubric: the
+    corpus's own function.
     """
     tokens = len(row["response_ids"])
     return {

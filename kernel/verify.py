@@ -30,10 +30,10 @@ def base_model(run: Run) -> str:
 
 def data(run: Run) -> str:
     manifest = check_corpus(run.dir / "data")
-    rows = {name: run.rows(f"data/{name}") for name in manifest["sha256"]}
+    rows = {name: run.rows(f"data/{name}") for name in manifest["rows"]}
     counts = {name: len(content) for name, content in rows.items()}
     equal("data/manifest.json rows", manifest["rows"], counts)
-    if manifest["corpus"] == "OfficeHelpPrefs-v1":
+    if manifest["corpus"] == corpus.NAME:
         equal("data/manifest.json audit", manifest["audit"], corpus.audit(rows))
     return f"{sum(counts.values())} rows in {len(rows)} files, the audit holds"
 

@@ -22,6 +22,7 @@ COUNTS = {
     "train/pairs.jsonl": 840,
     "train/demonstrations.jsonl": 168,
     "train/prompts.jsonl": 672,
+    "train/labels.jsonl": 672,
     "validation/pairs.jsonl": 180,
     "heldout/pairs.jsonl": 180,
     "heldout/prompts.jsonl": 260,
@@ -133,7 +134,11 @@ def test_demonstrations_are_form_1_and_polite_for_even_families():
 
 def test_probes_derived_again():
     other = {
-        row["prompt"] for file in COUNTS if "pairs" in file or "train" in file for row in ROWS[file]
+        row["prompt"]
+        for file in COUNTS
+        if file not in ("train/labels.jsonl", "heldout/labels.jsonl") and "probes" not in file
+        for row in ROWS[file]
+        if row.get("population") != "probe"
     }
     wanted = []
     for index in range(20):
@@ -175,7 +180,8 @@ def test_audit_passes_on_rows_read_back_and_returns_measurements():
     assert report["families_each_in_one_split"] == {"train": 168, "validation": 36, "heldout": 36}
     assert report["distinct_pair_demonstration_rollout_prompts"] == 2040
     assert report["normalised_prompts_each_in_one_split"] == 2060
-    assert report["prompt_hashes_right"] == sum(COUNTS.values()) - COUNTS["heldout/labels.jsonl"]
+    labels = COUNTS["train/labels.jsonl"] + COUNTS["heldout/labels.jsonl"]  # they have no prompt
+    assert report["prompt_hashes_right"] == sum(COUNTS.values()) - labels
     assert report["chosen_pass"] == report["rejected_fail"] == 1200
     assert report["demonstrations_pass"] == 168 and report["probes_agree_with_rubric"] == 80
     assert report["probe_contexts_with_one_prompt"] == 20 and report["heldout_contexts"] == 200
