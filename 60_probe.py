@@ -3,7 +3,7 @@
 In:   data/heldout/probes.jsonl                 20 contexts x {correct, wrong} x {polite, plain}
       outputs/50_evaluate/answers.jsonl         what the two policies really answered
       checkpoints/20_reward/continuous/adapter.safetensors
-Out:  outputs/60_probe/probes.jsonl, probes.json, table.md
+Out:  outputs/60_probe/probes.jsonl, probes.json, table.md, report.html, report.md
 
     courtesy effect of a context = score(polite) - score(plain), once for right and once for wrong advice
 
@@ -26,11 +26,12 @@ ANSWERS = "outputs/50_evaluate/answers.jsonl"
 REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
 READS = [PROBES, ANSWERS, REWARD]
 WRITES = ["outputs/60_probe"]
+SHOWN = ["data/manifest.json", "data/train/prompts.jsonl", "outputs/**/*.json*"]  # by the report
 
 # ---- flags, run folder and seeds ----------------------------------------------------------------
 
 parser = run.parser(__doc__)
-stage = Stage("60_probe", "probe", parser, READS, WRITES)
+stage = Stage("60_probe", "probe", parser, READS, WRITES, shown=SHOWN)
 config, device = stage.config, stage.device
 
 # ---- data and model -----------------------------------------------------------------------------
@@ -91,3 +92,10 @@ write_jsonl(paths[0], rows)
 write_json(paths[1], {**figures, "polite": polite})
 write_atomic(paths[2], "\n".join(lines) + "\n")
 stage.finish(f"wrong but polite above right but plain in {inversions} of {n} contexts", paths)
+
+# ---- report: nothing follows from it, so its code is no part of what this stage was made with ----
+
+from kernel.page import write_page  # noqa: E402
+
+for path in write_page(stage.dir):
+    print(f"  wrote {stage.rel(path)}")

@@ -10,6 +10,7 @@ usage() {
     cat <<'HELP'
 bash run_all.sh [smollm2|tiny|qwen] [options]     run the pipeline
 bash run_all.sh verify [run folder]               recompute a run's hashes and figures, train nothing
+bash run_all.sh report [run folder]               write a run's report.html and report.md again
 bash run_all.sh test [pytest arguments]           set up and run the tests
 
   profile   base model                        time       memory     disk
@@ -45,15 +46,15 @@ absolute() { # a folder as the caller meant it, without a slash at the end
 mode=smollm2
 if [ $# -gt 0 ]; then
     case "$1" in
-        smollm2 | tiny | qwen | verify | test) mode="$1"; shift ;;
+        smollm2 | tiny | qwen | verify | report | test) mode="$1"; shift ;;
         --help | -h) usage; exit 0 ;;
         --*) ;;
         *) echo "run_all.sh: unknown command '$1'; bash run_all.sh --help lists them" >&2; exit 2 ;;
     esac
 fi
 run_dir="" model_dir="" redo=() fresh=""
-if [ "$mode" = verify ]; then
-    [ $# -le 1 ] || { echo "run_all.sh: verify takes one run folder" >&2; exit 2; }
+if [ "$mode" = verify ] || [ "$mode" = report ]; then
+    [ $# -le 1 ] || { echo "run_all.sh: $mode takes one run folder" >&2; exit 2; }
     run_dir="$(absolute "${1:-$here/runs/smollm2}")"
 elif [ "$mode" != test ]; then
     while [ $# -gt 0 ]; do
@@ -101,7 +102,10 @@ if [ "$mode" = test ]; then
 fi
 setup requirements.txt
 python="$here/.venv/bin/python"
-if [ "$mode" = verify ]; then exec "$python" -m kernel.verify "$run_dir"; fi
+case "$mode" in
+    verify) exec "$python" -m kernel.verify "$run_dir" ;;
+    report) exec "$python" -m kernel.page "$run_dir" ;;
+esac
 
 # ---- run folder: one owner at a time --------------------------------------------------------------
 
@@ -192,5 +196,5 @@ trained 30_ppo
 stage 40_generate
 stage 50_evaluate
 stage 60_probe
-say "done: $run_dir/outputs/50_evaluate/table.md and $run_dir/outputs/60_probe/table.md"
 cat "$run_dir/outputs/50_evaluate/table.md"
+say "done: open $run_dir/outputs/60_probe/report.html"

@@ -55,6 +55,9 @@ def parser(doc: str, variants: bool = False) -> argparse.ArgumentParser:
         shared.add_argument(
             "--save-every", type=int, metavar="N", help="updates between resume states"
         )
+        shared.add_argument(
+            "--tensorboard", action="store_true", help="write event files beside metrics.jsonl too"
+        )
     return p
 
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from kernel import guard, lineage, state
 from kernel.data import read_json, sha256_file, write_json
 from kernel.lock import lock_folder
-from kernel.metrics import Records, peak_memory_mib
+from kernel.metrics import Records, event_writer, peak_memory_mib
 from kernel.profiles import PROFILES
 from kernel.run import (
     REPOSITORY,
@@ -38,9 +38,14 @@ from kernel.run import (
 
 
 class Stage:
-    """One stage in one run folder. Everything here is about files and clocks, nothing about learning."""
+    """One stage in one run folder. Everything here is about files and clocks, nothing about learning.
 
-    def __init__(self, name, section, arg_parser, reads, writes):
+    reads: files that results follow from, each checked against its maker's record; writes: folders;
+    shown: patterns of files that may be opened to be displayed, unchecked, since nothing follows from
+    them. All relative to the run folder.
+    """
+
+    def __init__(self, name, section, arg_parser, reads, writes, shown=()):
         self.name = name
         one_line_errors(name)
         args = self.args = arg_parser.parse_args()
@@ -75,6 +80,7 @@ class Stage:
             "code": code_sha256(name),
             "versions": versions(),
         }
+        self.events = event_writer() if getattr(args, "tensorboard", False) else None
         if self.variant != "check":
             self._skip_or_refuse()
         check_writable(self.outputs)
@@ -83,7 +89,8 @@ class Stage:
         for folder in (self.checkpoints, self.outputs):
             for left_by_a_crash in folder.glob(".*.tmp"):
                 left_by_a_crash.unlink()
-        guard.enclose(self.dir, ["config.json", *reads], writes)
+        shown = [self.rel(path) for pattern in shown for path in self.dir.glob(pattern)]
+        guard.enclose(self.dir, ["config.json", *reads, *shown], writes)
         settle(self.config["threads" if self.variant else "threads_alone"])
         self.started = time.perf_counter()
         self.stopping = False
@@ -199,7 +206,8 @@ class Stage:
         kept = b""
         if self.restored:
             kept = state.marked_part(self.source / name, state.marks(self.restored)[name])
-        self.records_open.append(Records(self.outputs / name, kept))
+        events = self.events if name == "metrics.jsonl" else None
+        self.records_open.append(Records(self.outputs / name, kept, events))
         return self.records_open[-1]
 
     # -- while running ----------------------------------------------------------------------------------

@@ -151,7 +151,8 @@ def test_probes_are_read_by_the_probe_stage_alone():
 def test_a_stage_writes_only_below_its_own_name(stage):
     assert {Path(name).name for name in declared(stage)[1]} == {stage}
     source = (ROOT / f"{stage}.py").read_text(encoding="utf-8")
-    assert f'Stage("{stage}", ' in source and "READS, WRITES)" in source  # and hands them over
+    assert f'Stage("{stage}", ' in source and "READS, WRITES" in source  # and hands them over
+    assert ("shown=" in source) == (stage == "60_probe")  # the last one alone looks at more
 
 
 # ---- enclosed: every learning stage, every closed file ------------------------------------------------
