@@ -24,7 +24,9 @@ class Records:
     def __init__(self, path: Path, kept: bytes = b"", events=None):
         self.path, self.bytes, self.digest = path, len(kept), hashlib.sha256(kept)
         # older event files lose what is behind the kept rows: it will be written again
-        self.events = events and events(path.parent / "tensorboard", purge_step=kept.count(b"\n") + 1)
+        self.events = events and events(
+            path.parent / "tensorboard", purge_step=kept.count(b"\n") + 1
+        )
         write_atomic(path, kept)
         self.file = path.open("ab")
 

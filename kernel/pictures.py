@@ -158,16 +158,13 @@ def reliability(cards: dict[str, list[dict]]) -> str:
     """Claimed against observed share of pairs ordered rightly, per bin; larger dots hold more pairs."""
 
     def draw(axes):
-        axes.plot(
-            [0.5, 1], [0.5, 1], color=MUTED, linewidth=1, linestyle=STYLES[2], label="calibrated"
-        )
+        axes.plot([0.5, 1], [0.5, 1], color=MUTED, linewidth=1, linestyle=STYLES[2], label="ideal")
         for n, (label, bins) in enumerate(cards.items()):
             bins = [b for b in bins if b["pairs"]]
             total = sum(b["pairs"] for b in bins)
             xs, ys = [b["confidence"] for b in bins], [b["accuracy"] for b in bins]
-            axes.plot(xs, ys, color=SERIES[n], linestyle=STYLES[n], linewidth=1)
             axes.scatter(
-                xs, ys, s=[12 + 200 * b["pairs"] / total for b in bins], color=SERIES[n], alpha=0.75,
+                xs, ys, s=[12 + 200 * b["pairs"] / total for b in bins], color=SERIES[n], alpha=0.7,
                 marker=MARKERS[n], linewidth=0, label=label,
             )  # fmt: skip
         axes.set_xlabel("the judge's probability for its choice")
