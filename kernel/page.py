@@ -174,7 +174,7 @@ def collect(run: Path) -> dict:
     read = {
         name: (read_jsonl if name.endswith(".jsonl") else read_json)(run / name)
         for name in INPUTS
-        if (run / name).is_file()
+        if (run / name).is_file() and (run / name).stat().st_size  # empty: a stage just begins
     }
     metrics, timings = (
         {stage: read.get(f"outputs/{stage}/continuous/{name}.jsonl") for stage in TRAINED}
@@ -212,7 +212,7 @@ def number(value: float | None, places: int = 2, sign: bool = False) -> str:
     """As people write it: a true minus, no signed zero, a dash where there is none."""
     if value is None:
         return "–"
-    text = f"{value:.{places}f}"
+    text = f"{float(value):.{places}f}"
     if float(text) == 0:
         return text.removeprefix("-")
     return text.replace("-", "−") if value < 0 else f"{'+' if sign else ''}{text}"
@@ -220,7 +220,7 @@ def number(value: float | None, places: int = 2, sign: bool = False) -> str:
 
 def short(value: float | None) -> str:
     """Three significant digits: 0.342, 1.91e−06."""
-    return "–" if value is None else f"{value:.3g}".replace("-", "−")
+    return "–" if value is None else f"{float(value):.3g}".replace("-", "−")
 
 
 def share(value: float | None, places: int = 0) -> str:
@@ -246,7 +246,6 @@ def curve(
 
 def write_page(run_dir: Path) -> list[Path]:
     """Write outputs/60_probe/report.html and report.md of a run folder; returns their paths."""
-    content = collect(run_dir)
     template = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=jinja2.select_autoescape(["html"]),
@@ -256,11 +255,15 @@ def write_page(run_dir: Path) -> list[Path]:
         keep_trailing_newline=True,
     )
     template.filters |= {"number": number, "short": short, "share": share}
-    content |= {"pictures": pictures, "curve": partial(curve, content)}
-    paths = []
-    for kind in ("html", "md"):
-        paths.append(run_dir / OUT / f"report.{kind}")
-        write_atomic(paths[-1], template.get_template(f"page.{kind}").render(content))
+    try:
+        content = collect(run_dir)
+        content |= {"pictures": pictures, "curve": partial(curve, content)}
+        texts = [template.get_template(f"page.{kind}").render(content) for kind in ("html", "md")]
+    except (LookupError, TypeError, jinja2.UndefinedError) as error:
+        raise ValueError(f"{run_dir}: a record is not as its stage writes it ({error})") from error
+    paths = [run_dir / OUT / name for name in ("report.html", "report.md")]
+    for path, text in zip(paths, texts):
+        write_atomic(path, text)
     return paths
 
 

@@ -455,6 +455,13 @@ def test_no_run_and_a_damaged_file_end_in_one_line(run, tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"metrics.jsonl row \d+: not a JSON object"):
         page.write_page(folder)
+    path.write_bytes(b"")  # as at the start of a stage
+    page.write_page(folder)
+    figures = made_figures(1)
+    del figures["ledger"]["blocks"][0]["kl"]
+    write_json(folder / "outputs/60_probe/figures.json", figures)
+    with pytest.raises(ValueError, match="a record is not as its stage writes it .*kl"):
+        page.write_page(folder)
 
 
 def test_the_probe_stage_writes_the_page(tiny):
