@@ -55,7 +55,7 @@ pairs = chat.encode_pairs(pair_rows, PAIRS)
 
 # ---- model --------------------------------------------------------------------------------------
 
-reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal").freeze()
+reward = make_role("reward", config, device, head="normal").freeze()
 load_adapter(stage.dir / REWARD, reward, config, stage.model["base_sha256"])
 judge = learned_reward(reward, chat.pad_id, device)
 

@@ -38,7 +38,7 @@ config, device = stage.config, stage.device
 chat = Chat(config)
 rows = read_jsonl(stage.dir / PROBES)
 encoded = chat.encode_answers(rows, "candidate", PROBES)
-reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal").freeze()
+reward = make_role("reward", config, device, head="normal").freeze()
 load_adapter(stage.dir / REWARD, reward, config, stage.model["base_sha256"])
 judge_before = fingerprint(reward.learned()), fingerprint(reward.base())
 

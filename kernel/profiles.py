@@ -19,7 +19,6 @@ REFERENCE = {
         "final_lr": 0.1,  # share of the peak, reached at the last update
         "max_grad_norm": 1.0,
         "adapter_seed": 49,  # actor, reference, critic
-        "reward_seed": 50,  # reward adapters and head
         "sampler_seed": 149,  # order of rows
     },
     "sft": {
@@ -35,6 +34,9 @@ REFERENCE = {
         "micro_batch": 8,
         "learning_rate": 2e-5,
         "validation_rows": 180,  # pairs
+        "pairs": "pairs",  # data/train/<pairs>.jsonl, data/validation/<pairs>.jsonl
+        "pooling": "last",  # the head reads the last response token, or the mean of all of them
+        "reward_seed": 50,  # reward adapters and head
     },
     "ppo": {
         "iterations": 100,
@@ -43,6 +45,7 @@ REFERENCE = {
         "ppo_epochs": 2,  # updates of actor and critic on the same rollouts
         "actor_lr": 5e-6,
         "critic_lr": 1e-5,
+        "reward": "judge",  # kernel/reward.py lists the others
         "kl_coef": 0.02,
         "clip_range": 0.2,
         "gamma": 1.0,
