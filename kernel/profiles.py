@@ -57,7 +57,11 @@ REFERENCE = {
     },
     "generate": {"generate_batch": 16, "heldout_seed": 349, "cached": True},
     "evaluate": {"bootstrap_seed": 449},
-    "probe": {},
+    "probe": {
+        "card_pairs": 180,  # of the training and of the validation pairs, at equal distances
+        "samples": 16,  # per context, for best of n
+        "probe_seed": 549,
+    },
 }
 
 
