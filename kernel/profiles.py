@@ -62,6 +62,12 @@ REFERENCE = {
         "samples": 16,  # per context, for best of n
         "probe_seed": 549,
     },
+    "exercise": {  # kernel/exercises.py; smaller than the run itself, and each the same on both sides
+        "seeds": [50, 51, 52],  # of the reward models in `pooling`
+        "reward_epochs": 0.5,
+        "lesson_epochs": 20,  # over six pairs
+        "iterations": 40,  # of each PPO run
+    },
 }
 
 
@@ -137,6 +143,7 @@ PROFILES = {
         # 174 of 180 test pairs; 5e-3 learns the training families by heart (0.83 on validation)
         reward={"epochs": 3, "learning_rate": 2e-3, "validation_rows": 36},
         generate={"generate_batch": 65},
+        exercise={"reward_epochs": 1.0},
         ppo={
             "iterations": 40,
             "stop_at": 16,
