@@ -202,8 +202,8 @@ def length_hack(lab: Lab, lesson: Lab, settings: dict) -> Result:
         [curve(arms, "tokens", "mean length", "tokens"), curve(arms, "repetition", "repeated 3-grams"),
          curve(arms, "kl", "exact KL per token"), curve(arms, "rubric", "rubric (never trained on)")],
         "Paid by the character, the policy without a KL penalty writes longer and longer until the "
-        "limit cuts it off or the words repeat, and the rubric falls; with a coefficient of 0.1 it stays "
-        "near SFT.",
+        "limit cuts it off or the words repeat, and the rubric falls; with a coefficient of 0.1 it "
+        "stays near SFT.",
         f"mean length {free[0]:.1f} -> {free[1]:.1f} tokens without a penalty, {held[0]:.1f} -> "
         f"{held[1]:.1f} with 0.1; rubric {rows[0][-3]:.2f} and {rows[1][-3]:.2f} at the end",
     )  # fmt: skip
