@@ -23,7 +23,7 @@ from kernel.data import write_atomic, write_json
 from kernel.lab import Lab, picture, table
 from kernel.probe import kl_line
 from kernel.profiles import PROFILES
-from kernel.run import one_line_errors, settle
+from kernel.run import one_line_errors, override, settle
 
 TENTHS = 10
 
@@ -216,7 +216,7 @@ MIX = "helpful=0.7,concise=0.3"
 
 def two_rewards(lab: Lab, lesson: Lab, settings: dict) -> Result:
     two = lab.beside("two-rewards")
-    epochs = ["--epochs", str(settings["reward_epochs"])]
+    epochs = ["--epochs", str(settings["two_epochs"])]
     two.stages(
         [["10_sft"]]
         + [
@@ -327,11 +327,15 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=EXERCISES)
     parser.add_argument("--profile", choices=PROFILES, default="smollm2")
     parser.add_argument("--redo", action="store_true", help="replace results whose inputs changed")
+    parser.add_argument("--seeds", type=int, nargs="+")
+    for name in ("reward_epochs", "lesson_epochs", "two_epochs"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float)
+    parser.add_argument("--iterations", type=int)
     args = parser.parse_args()
     one_line_errors("exercise")
     settle(1)
     lab = Lab(args.folder.resolve(), args.profile, args.redo)
-    settings = PROFILES[lab.profile]["exercise"]
+    settings = override(PROFILES[lab.profile]["exercise"], args)
     lab.stages([["10_sft"], ["20_reward"]])
     lesson = lab.beside("lesson")
     for name in args.names:
