@@ -152,7 +152,7 @@ def calibration(lab: Lab, lesson: Lab, settings: dict) -> Result:
     panels = [
         {
             "title": "reliability on the test pairs", "x": "the judge's probability for its choice",
-            "y": "ordered rightly", "diagonal": True,
+            "y": "ordered rightly", "diagonal": True, "dots": True,
             "lines": {
                 name: ([b["confidence"] for b in own], [b["accuracy"] for b in own])
                 for name, own in bins.items()
@@ -277,15 +277,17 @@ def kl_sweep(lab: Lab, lesson: Lab, settings: dict) -> Result:
     for row in rows:
         beaten = any(o is not row and o[2] >= row[2] and o[3] <= row[3] for o in rows)
         row.append("no" if beaten else "yes")
-    order = sorted(rows, key=lambda row: row[3])
+    frontier = sorted((row[3], row[2]) for row in rows if row[-1] == "yes")
+    points = {row[0]: ([row[3]], [row[2]]) for row in rows}
+    points["frontier"] = tuple(zip(*frontier))
     apart = rows[0][3] > rows[1][3] > rows[2][3]
     return Result(
         ["kl_coef", "score, first", "score, last", "KL, last", "KL, maximum", "rubric, first",
          "rubric, last", "on the frontier"],
         rows,
         [curve(arms, "score", "learned score"), curve(arms, "kl", "exact KL per token"),
-         {"title": "last score against last KL", "x": "KL per token", "y": "score",
-          "lines": {row[0]: ([row[3]], [row[2]]) for row in order}}],
+         curve(arms, "rubric", "rubric (never trained on)"),
+         {"title": "last score against last KL", "x": "KL per token", "y": "score", "lines": points}],
         "The smaller the coefficient, the further the policy goes and the more score it finds; 0.5 "
         "holds it near SFT. The rubric says which of these gains are worth having.",
         "score at the end " + ", ".join(f"{row[2]:+.2f} ({row[0]})" for row in rows)

@@ -148,10 +148,15 @@ STYLES = (
 
 
 def picture(path: Path, panels: list[dict]) -> None:
-    """A PNG with the panels side by side. A panel: title, x, y, lines {label: (xs, ys)}; `dots` draws
-    markers without lines, `ticks` names the places 0, 1, ... on the x axis, `diagonal` adds y = x."""
-    figure = Figure(figsize=(4.4 * len(panels), 3.5), layout="constrained", dpi=130)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+    """A PNG with the panels side by side (four: two by two).
+
+    A panel: title, x, y, lines {label: (xs, ys)}; `dots` draws markers without lines, `ticks` names the
+    places 0, 1, ... on the x axis, `diagonal` adds y = x.
+    """
+    columns = 2 if len(panels) == 4 else len(panels)
+    rows = len(panels) // columns
+    figure = Figure(figsize=(4.4 * columns, 3.2 * rows), layout="constrained", dpi=130)
+    for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels):
         for (color, style, marker), (label, (xs, ys)) in zip(STYLES, panel["lines"].items()):
             dots = panel.get("dots") or len(xs) < 15
             axes.plot(
