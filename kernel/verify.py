@@ -79,7 +79,7 @@ def stored_state(run: Run, stage: str, variant: str, record: dict) -> None:
 
 
 def stage_role(stage: str) -> str:
-    return "reward" if stage == "20_reward" else "actor"
+    return "reward" if stage.startswith("20_reward") else "actor"
 
 
 def proof(run: Run, stage: str) -> str:
@@ -132,6 +132,9 @@ def verify(run: Run) -> list[str]:
             missing.append(f"{stage} check")
         for check, *args in checks if variants[0] in finished else []:
             held(f"  {check.__name__}", check, *args)
+    for record in sorted((run.dir / "outputs").glob("*/*/*/record.json")):  # runs with --name
+        stage, name, variant = record.parts[-4:-1]
+        held(f"{stage} {name} {variant}", files, f"{stage}/{name}", variant)
     return missing
 
 

@@ -15,6 +15,8 @@ from matplotlib.image import imread
 from kernel import exercises
 from kernel.data import read_json, read_jsonl, sha256_file
 from kernel.lab import picture, table
+from kernel.recompute import Run
+from kernel.verify import verify
 
 SMALLEST = ["--iterations", "1", "--seeds", "50", "--reward-epochs", "0.01", "--two-epochs", "0.01",
             "--lesson-epochs", "2"]  # fmt: skip
@@ -54,6 +56,17 @@ def test_the_run_itself_is_untouched(lab, tiny):
     for path in sorted(tiny.rglob("*")):
         if path.is_file() and path.name != ".lock":
             assert sha256_file(lab[0] / path.relative_to(tiny)) == sha256_file(path), path
+
+
+def test_verify_walks_through_named_runs_too(lab, capsys):
+    assert verify(Run(lab[0])) == []
+    assert "20_reward pooling-mean-50 continuous" in capsys.readouterr().out
+    adapter = lab[0] / "checkpoints/20_reward/pooling-mean-50/continuous/adapter.safetensors"
+    before = adapter.read_bytes()
+    adapter.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with pytest.raises(ValueError, match="pooling-mean-50/continuous/adapter.safetensors"):
+        verify(Run(lab[0]))
+    adapter.write_bytes(before)
 
 
 def test_length_table_follows_from_the_rollouts(lab):
