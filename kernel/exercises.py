@@ -255,7 +255,7 @@ def two_rewards(lab: Lab, lesson: Lab, settings: dict) -> Result:
         ["reward", "helpful score", "concise score", "right step named", "courtesy formulas", "tokens",
          "rubric", "KL"],
         rows,
-        [curve(arms, "courtesy", "courtesy formulas per answer"), curve(arms, "tokens", "mean length", "tokens"),
+        [curve(arms, "courtesy", "courtesy formulas"), curve(arms, "tokens", "mean length", "tokens"),
          curve(arms, "rubric", "rubric (never trained on)")],
         "Helpful pairs differ only in the action (right above wrong, the same words), concise pairs "
         "only in courtesy formulas (plain above courteous, right or wrong). Each judge alone moves what "
