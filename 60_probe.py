@@ -44,15 +44,21 @@ from kernel.score import learned_reward, pad_prompts, pair_scores
 from kernel.stage import Stage
 
 PROBES = "data/heldout/probes.jsonl"
-PAIRS = {split: f"data/{split}/pairs.jsonl" for split in ("train", "validation", "heldout")}
+PAIRS = {
+    "train": "data/train/pairs.jsonl",
+    "validation": "data/validation/pairs.jsonl",
+    "heldout": "data/heldout/pairs.jsonl",
+}
 PROMPTS = "data/train/prompts.jsonl"
-LABELS, TRAIN_LABELS = "data/heldout/labels.jsonl", "data/train/labels.jsonl"
+TRAIN_LABELS = "data/train/labels.jsonl"
+LABELS = "data/heldout/labels.jsonl"
 RUBRIC = "data/rubric.py"
-METRICS, ROLLOUTS = (f"outputs/30_ppo/continuous/{n}.jsonl" for n in ("metrics", "rollouts"))
+METRICS = "outputs/30_ppo/continuous/metrics.jsonl"
+ROLLOUTS = "outputs/30_ppo/continuous/rollouts.jsonl"
 ANSWERS = "outputs/50_evaluate/answers.jsonl"
 SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
 REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
-READS = [PROBES, *PAIRS.values(), PROMPTS, LABELS, TRAIN_LABELS, RUBRIC, METRICS, ROLLOUTS, ANSWERS,
+READS = [PROBES, *PAIRS.values(), PROMPTS, TRAIN_LABELS, LABELS, RUBRIC, METRICS, ROLLOUTS, ANSWERS,
          SFT, REWARD]  # fmt: skip
 WRITES = ["outputs/60_probe"]
 BATCH = 8  # pairs scored together

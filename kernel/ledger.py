@@ -26,7 +26,8 @@ def judged_rollouts(
     """The rubric's verdict and a few figures of each sampled response. Training never saw the rubric.
 
     rollouts: lines of rollouts.jsonl; prompts and labels by prompt id. kl is the exact KL per token,
-    kl_sum that of the response in nats: summed over the visited prefixes.
+    kl_sum that of the response in nats: summed over the visited prefixes. Raises ValueError naming the
+    rollout whose prompt or label is missing.
     """
     rows = []
     for row in rollouts:
@@ -49,6 +50,7 @@ def judged_rollouts(
 
 
 def by_iteration(rollouts: list[dict]) -> list[dict]:
+    """Means per iteration. polite is the rubric's, among the recognised; courtesy counts formulas."""
     figures = []
     for iteration, group in groupby(rollouts, key=lambda row: row["iteration"]):
         rows = list(group)
@@ -138,8 +140,8 @@ def best_of(scores: list[float], values: list[float], n: int) -> float:
 def best_of_n(samples: list[dict]) -> list[dict]:
     """Score and rubric of the sample that the judge likes best, for n = 1, 2, 4, ... samples.
 
-    samples carry context, score, success (None: unknown). KL(best of n || SFT) = log n - (n-1)/n.
-    Source: Stiennon et al. 2020, appendix; Gao et al. 2023.
+    samples carry context, score, success (None: unknown). KL(best of n || SFT) = log n - (n-1)/n, an
+    upper bound where samples repeat. Source: Stiennon et al. 2020, appendix G.3; Beirami et al. 2024.
     """
     contexts = {}
     for row in samples:
