@@ -19,6 +19,7 @@ not satisfaction, and a bias of the judge is not by itself proof that PPO used i
 and after stand beside it.
 
     python 60_probe.py
+    python 60_probe.py --design helpfulness    # only a document: how to collect and judge such pairs
 """
 
 import torch
@@ -66,6 +67,18 @@ BATCH = 8  # pairs scored together
 # ---- flags, run folder and seeds ----------------------------------------------------------------
 
 parser = run.parser(__doc__)
+parser.add_argument(
+    "--design",
+    metavar="BEHAVIOUR",
+    help="write the plan of a reward model for helpfulness, programming, safety or your own words to "
+    "outputs/design/, and do nothing else",
+)
+if (args := parser.parse_args()).design is not None:
+    from kernel.design import write_design  # here: its prose is no part of this stage's identity
+
+    run.one_line_errors("60_probe")
+    print(f"  wrote {write_design(run.run_folder(args)[1], args.design, args.redo)}")
+    raise SystemExit
 stage = Stage("60_probe", "probe", parser, READS, WRITES)
 config, device = stage.config, stage.device
 generator = torch.Generator().manual_seed(config["probe_seed"])  # on the CPU, of this stage alone
