@@ -23,6 +23,7 @@ class Role(nn.Module):
     def __init__(self, name: str, lm: nn.Module, head: nn.Linear | None):
         super().__init__()
         self.name, self.lm, self.head = name, lm, head
+        self.pooling = "last"  # what a reward head reads: the last response token, or their mean
         self.transformer = Transformer(lm)  # no module: it holds the same tensors in another order
 
     def learned(self) -> dict[str, nn.Parameter]:
@@ -70,10 +71,11 @@ class Role(nn.Module):
 
 
 def make_role(
-    name: str, config: dict, device: torch.device, seed: int, head: str | None = None
+    name: str, config: dict, device: torch.device, seed: int = 0, head: str | None = None
 ) -> Role:
     """Load the base anew (no tensor is shared between roles) and wrap it.
 
+    seed: where the adapters (and a normal head) start, of no effect once an adapter file is loaded.
     head: None, "normal" (reward: weight ~ N(0, 0.02), bias 0) or "zero" (critic).
     Everything stays in eval mode: that switches dropout off, not autograd.
     """
@@ -176,6 +178,8 @@ def save_adapter(path: Path, role: Role, config: dict, base_sha256: str) -> None
     The file is read back and compared before the call returns.
     """
     meaning = {"role": role.name, **adapter_meaning(config, base_sha256)}
+    if role.name == "reward":
+        meaning["pooling"] = role.pooling
     # One key only: safetensors writes several in random order, and the file's sha256 would vary.
     metadata = {"adapter": json.dumps(meaning, sort_keys=True)}
     state = role.learned_state()
@@ -200,7 +204,11 @@ def load_adapter(path: Path, role: Role, config: dict, base_sha256: str) -> None
     for key, value in adapter_meaning(config, base_sha256).items():
         if meaning.get(key) != value:
             raise ValueError(f"{path}: {key} is {meaning.get(key)}, this run has {value}")
-    wanted = {"reward": "reward", "critic": "actor"}.get(role.name, "actor")
+    wanted = (
+        "reward" if role.name.startswith("reward") else "actor"
+    )  # the critic starts as an actor
+    if wanted == "reward":
+        role.pooling = meaning.get("pooling", "last")
     if meaning.get("role") not in (wanted, role.name):
         raise ValueError(f"{path}: holds the role '{meaning.get('role')}', wanted '{wanted}'")
     if role.name == "critic" and meaning.get("role") == "actor":
