@@ -7,6 +7,7 @@ colour alone. The same numbers give the same bytes.
 
 import io
 import re
+import textwrap
 import warnings
 
 import matplotlib
@@ -57,6 +58,11 @@ def picture(name: str, draw, height: float = 2.3, rows: int = 1, width: float = 
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     svg = re.sub(r"\n\s*", "\n", svg)
     return re.sub(r"#0a0b\d\d", lambda found: f"var(--{VARIABLES[found[0]]})", svg)
+
+
+def wrapped(name: str) -> str:
+    """A name from the data as a tick label: at most three short lines."""
+    return "\n".join(textwrap.wrap(name, 26)[:3])
 
 
 def percent(axis) -> None:
@@ -143,7 +149,7 @@ def intervals(
             axes.plot([value], [y], marker="o", color=BLUE, markersize=5.5)
         if zero is not None:
             axes.axvline(zero, color=MUTED, linewidth=1, linestyle=STYLES[2])
-        axes.set_yticks(range(len(rows)), [row[0] for row in rows])
+        axes.set_yticks(range(len(rows)), [wrapped(row[0]) for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -210,7 +216,7 @@ def cells(contexts: list[dict]) -> str:
         axes.plot(
             mean, ys, color=ORANGE, marker="s", linestyle=STYLES[1], label="mean", markersize=6
         )
-        axes.set_yticks(ys, names)
+        axes.set_yticks(ys, [wrapped(name) for name in names])
         axes.set_ylim(len(names) - 0.6, -0.4)
         axes.set_xlabel("learned score (thin: one context each)")
         axes.legend(loc="best")

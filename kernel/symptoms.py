@@ -100,7 +100,7 @@ def symptoms(metrics: dict[str, list[dict] | None], base_dtype: str) -> dict[str
     """
     found = {}
     for name, (stage, key, statistic, low, high, meaning, band) in METRICS.items():
-        high = high[base_dtype] if isinstance(high, dict) else high
+        high = high.get(base_dtype) if isinstance(high, dict) else high
         value = reading([y for _, y in column(metrics[stage], key)], statistic)
         inside = None
         if value is not None and (low, high) != (None, None):
