@@ -144,9 +144,8 @@ def test_rubric_sketch_tells_chosen_from_rejected_and_right_from_wrong(behaviour
         assert rubric(row["prompt"], row["rejected"], "eos", label)["success"] is False
         assert rubric(row["prompt"], "", "eos", label)["success"] is False
     for row in probes:
-        if behaviour != "programming" or not row["documented"]:  # below: what it does not recognise
-            verdict = rubric(row["prompt"], row["candidate"], "eos", row)
-            assert verdict["success"] is row["correct"], (row["id"], verdict)
+        verdict = rubric(row["prompt"], row["candidate"], "eos", row)
+        assert verdict["success"] is row["correct"], (row["id"], verdict)
 
 
 @pytest.mark.parametrize(
