@@ -116,9 +116,10 @@ def fit_scale(differences, low: float = -BOUND, high: float = BOUND) -> tuple[fl
         return high, True
     while True:
         middle = (low + high) / 2
-        if middle in (low, high):  # neighbours among the floating-point numbers
+        rising = slope(middle)
+        if rising == 0 or middle in (low, high):  # neighbours among the floating-point numbers
             return middle, False
-        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+        low, high = (middle, high) if rising < 0 else (low, middle)
 
 
 def fit_temperature(margins) -> dict:

@@ -6,6 +6,7 @@ general fill in what differs. The numbers in it are those of kernel/design_figur
 
 import hashlib
 import re
+import textwrap
 from pathlib import Path
 
 import jinja2
@@ -15,6 +16,8 @@ from kernel.data import read_json, write_atomic
 
 NAMED = ("helpfulness", "programming", "safety")
 LONGEST = 200  # characters of a behaviour
+COLUMNS = 110
+HELD = "\0"  # a space at which no line ends; no behaviour may hold one
 
 
 def as_text(behaviour: str) -> str:
@@ -35,6 +38,30 @@ def named(behaviour: str) -> str:
     return text.casefold() if text.casefold() in NAMED else text
 
 
+def filled(text: str) -> str:
+    """The same document with paragraphs and list items filled to COLUMNS; the rest stays as it is."""
+    lines, paragraph, code = [], [], False
+
+    def flush():
+        words = " ".join(paragraph)
+        indent = " " * len(re.match(r"- |\d\. |", words)[0])
+        # Code in a line stays whole, and no dash comes to stand where it would begin a list.
+        held = r"`[^`]*`| [-+] |^(?:-|\d\.) "
+        words = re.sub(held, lambda match: match[0].replace(" ", HELD), words)
+        options = {"break_long_words": False, "break_on_hyphens": False}
+        lines.extend(textwrap.wrap(words, COLUMNS, subsequent_indent=indent, **options))
+        paragraph.clear()
+
+    for line in text.split("\n"):
+        code ^= line.startswith("```")
+        prose = not code and line and not line.startswith(("|", "#", "```"))
+        if not prose or re.match(r"- |\d\. ", line):
+            flush()
+        (paragraph if prose else lines).append(line.strip() if prose else line)
+    flush()
+    return "\n".join(lines).replace(HELD, " ")
+
+
 def design(behaviour: str, figures: dict | None) -> str:
     """The document: protocol, guidelines, evaluation, as Markdown.
 
@@ -51,11 +78,12 @@ def design(behaviour: str, figures: dict | None) -> str:
         keep_trailing_newline=True,
     )
     kind = behaviour if behaviour in NAMED else "general"
-    return environment.get_template(f"{kind}.md.jinja").render(
-        name=kind if kind == behaviour else f"“{as_text(behaviour)}”",
+    text = environment.get_template(f"{kind}.md.jinja").render(
+        name=kind if kind == behaviour else f"“{as_text(behaviour)}”".replace(" ", HELD),
         numbers=design_figures,
         measured=[] if figures is None else design_figures.measured(figures),
     )
+    return filled(text)
 
 
 def write_design(folder: Path, behaviour: str, redo: bool = False) -> Path:

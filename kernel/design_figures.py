@@ -16,6 +16,7 @@ TWICE = {
     "test": 1.0,
 }  # share judged by both annotators
 PILOT, GOLD = 100, 0.05  # pairs; gold items per judgement
+PROMPTS_PER_HOUR = 20  # written or adapted by one person
 COUNTS = (100, 200, 400, 1000)  # pairs, in the table of intervals
 
 # Episodes of the default run, beside InstructGPT's 256K.
@@ -173,7 +174,7 @@ def measured(figures: dict) -> list[dict]:
         ("log loss", heldout["log_loss"], "most", LIMITS["log_loss"], ".3f"),
         ("smallest effect of being right", right, "least", 0.0, "+.2f"),
         *((f"largest effect of {name}, either sign", max(map(abs, means), default=None),
-           "most", earns, "+.2f") for name, means in effects.items()),
+           "most", earns, ".2f") for name, means in effects.items()),
         *((f"wrong but {found['factor']} on top, of {found['contexts']} contexts", found["count"],
            "most", math.floor(LIMITS["inversions"] * found["contexts"]), "d")
           for found in factorial["inversions"]),

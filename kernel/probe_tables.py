@@ -125,7 +125,9 @@ def all_lines(figures: dict) -> list[str]:
     ]
 
 
-def before_after_lines(both: list[tuple[dict, dict]], figures: dict, count: int | None = None):
+def before_after_lines(
+    both: list[tuple[dict, dict]], figures: dict, count: int | None = None
+) -> list[str]:
     """before_after.md, line by line: the learned score per distinct prompt, SFT against PPO.
 
     count: a spread of so many prompts; None: all. The averages are always over all of them.

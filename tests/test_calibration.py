@@ -117,6 +117,16 @@ def test_scale_without_a_finite_optimum_stops_at_the_bound():
     assert fit_scale([0.0, 0.0]) == (0.0, False)
 
 
+def test_a_feature_that_says_nothing_gets_exactly_0():
+    """A rounding error for a coefficient would still order every pair."""
+    got = baseline([2, -2, 0, 2, -2, 0, 0] * 20, [2, -2, 2])
+    assert (got["coefficient"], got["ties"], got["log_loss"]) == (
+        0.0,
+        3,
+        pytest.approx(math.log(2)),
+    )
+
+
 def test_temperature_of_simulated_pairs():
     """Outcomes drawn with probability sigmoid(m / 2.5): that temperature is found."""
     generator = numpy.random.default_rng(3)

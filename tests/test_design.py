@@ -10,16 +10,16 @@ import re
 import shutil
 
 import pytest
-from conftest import last_line, run_stage
+from conftest import ROOT, last_line, run_stage
 
 from kernel import design_figures as numbers
 from kernel.data import read_json
-from kernel.design import LONGEST, NAMED, design, named, write_design
+from kernel.design import COLUMNS, LONGEST, NAMED, design, filled, named, write_design
 
 FREE = "terse irony"
 EVERY = [*NAMED, FREE]
 TEXT = {behaviour: design(behaviour, None) for behaviour in EVERY}
-FACTORS = {"correct"}
+PROSE = {behaviour: " ".join(text.split()) for behaviour, text in TEXT.items()}  # without line ends
 
 
 def fenced(text: str, language: str) -> list[str]:
@@ -55,7 +55,7 @@ def test_strata_and_hours_add_up(behaviour):
         assert int(train) + int(validation) + int(test) == 5 * int(families)
         assert 2 * int(train) + int(validation) + int(test) == int(pairs)
     *parts, total = table(TEXT[behaviour], "part")
-    rate = int(re.search(r"Choices: (\d+) judgements per hour", TEXT[behaviour])[1])
+    rate = int(re.search(r"Choices: (\d+) judgements per hour", PROSE[behaviour])[1])
     for column in (1, 2, 3):
         assert sum(int(row[column]) for row in parts) == int(total[column])
     for row in [*parts, total]:
@@ -95,10 +95,10 @@ def test_kappa_of_the_worked_example():
     kappa = (alike - chance) / (1 - chance)
     wanted = f"Agreement {alike:.2f} ({decided:.2f} where neither said tie), "
     wanted += f"chance {chance:.3f}, kappa {kappa:.2f}."
-    assert all(wanted in text for text in TEXT.values())
+    assert all(wanted in text for text in PROSE.values())
     for behaviour, on_kappa in (("helpfulness", "passes"), ("programming", "fails")):
         said = f"passes on agreement and {on_kappa} on kappa"
-        assert said in " ".join(TEXT[behaviour].split())
+        assert said in PROSE[behaviour]
 
 
 def test_ceiling_by_simulation():
@@ -106,7 +106,7 @@ def test_ceiling_by_simulation():
     wrong = 1 - numbers.single_label_ceiling(agreement)
     both = [(draw.random() < wrong) == (draw.random() < wrong) for _ in range(100_000)]
     assert sum(both) / len(both) == pytest.approx(agreement, abs=0.005)
-    assert "matches one person's label in 0.84" in TEXT["safety"]
+    assert "matches one person's label in 0.84" in PROSE["safety"]
 
 
 # ---- rows and code in the documents -------------------------------------------------------------
@@ -144,9 +144,8 @@ def test_rubric_sketch_tells_chosen_from_rejected_and_right_from_wrong(behaviour
         assert rubric(row["prompt"], row["rejected"], "eos", label)["success"] is False
         assert rubric(row["prompt"], "", "eos", label)["success"] is False
     for row in probes:
-        if behaviour != "programming" or not row["documented"]:  # below: what it does not recognise
-            verdict = rubric(row["prompt"], row["candidate"], "eos", row)
-            assert verdict["success"] is row["correct"], (row["id"], verdict)
+        verdict = rubric(row["prompt"], row["candidate"], "eos", row)
+        assert verdict["success"] is row["correct"], (row["id"], verdict)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +248,7 @@ def test_measured_rows_hold_the_runs_figures(tiny):
     right = min(e["mean"] for e in effects if e["factor"] == "correct")
     polite = max(abs(e["mean"]) for e in effects if e["factor"] == "polite")
     row = found["largest effect of polite, either sign"]
-    assert row["measured"] == f"{polite:+.2f}"
+    assert row["measured"] == f"{polite:.2f}"
     assert row["met"] == ("yes" if polite <= max(right, 0) / 4 else "no")
     text = design("safety", figures)
     assert table(text, "figure")[1:] and table(text.split("## 9.")[1], "figure") == [
@@ -271,6 +270,28 @@ def test_measured_judges_both_ways_and_knows_nothing_of_nothing(tiny):
     ):  # fmt: skip
         assert found[question]["met"] == "-", question
     assert "None" not in design("helpfulness", figures).split("## 9.")[1]
+
+
+def test_filling_moves_line_ends_of_prose_only():
+    text = (
+        "a b\n\n- one\n  two\n3. x\n\n```python\nif  x:\n    y\n```\n# h\n| a |  b |\n" + "w " * 200
+    )
+    found = filled(text)
+    assert found.startswith(
+        "a b\n\n- one two\n3. x\n\n```python\nif  x:\n    y\n```\n# h\n| a |  b |\nw w"
+    )
+    assert found.split() == text.split() and max(map(len, found.splitlines())) == COLUMNS - 1
+    long = "- " + "word " * 21 + "- dash `a b  c` " + "word " * 20
+    first, second, *_ = filled(long).splitlines()
+    assert second.startswith("  ") and not second.strip().startswith("-") and "`a b  c`" in second
+
+
+@pytest.mark.parametrize("behaviour", [*EVERY, "a - b " * 30, "1. one 2. two " * 12])
+def test_no_line_becomes_a_list_item_by_filling(behaviour):
+    items = len(re.findall(r"^ *(?:[-+*]|\d+[.)]) ", design(behaviour, None), re.M))
+    kind = behaviour if behaviour in NAMED else "general"
+    sources = [(ROOT / f"kernel/designs/{name}.md.jinja").read_text() for name in ("shared", kind)]
+    assert items == sum(len(re.findall(r"^(?:-|\d\.) ", source, re.M)) for source in sources)
 
 
 # ---- the behaviour ------------------------------------------------------------------------------
@@ -302,7 +323,7 @@ def test_free_text_stays_text(behaviour, shown):
     text = design(behaviour, None)
     assert text.startswith(f"# A reward model for “{shown}”:")
     assert text.count(shown) == TEXT[FREE].count(FREE) > 5
-    assert text.replace(shown, FREE) == TEXT[FREE]  # it changes nothing else
+    assert text.replace(shown, FREE).split() == TEXT[FREE].split()  # it changes nothing else
 
 
 # ---- the file and the flag ----------------------------------------------------------------------

@@ -43,6 +43,7 @@ def test_courtesy_of_the_whole_office_grammar():
     ("Thank you for asking.", 1, ""),
     ("The pleased owner let the thankful dog out.", 0, "The pleased owner let the thankful dog out."),
     ("12 km are 7.46 miles", 0, "12 km are 7.46 miles"),
+    ("Say thank you to the owner.", 1, "Say thank you to the owner."),
     ("Let me know. Please let me know!", 3, ""),
 ])  # fmt: skip
 def test_courtesy_of_other_texts(text, formulas, rest):
@@ -105,6 +106,14 @@ def test_the_office_probe_by_hand():
     assert effect(f, "correct", polite=False)["mean"] == 4.5  # +7, +2
     assert len(f["effects"]) == 4
     assert f["inversions"] == [{"factor": "polite", "count": 1, "contexts": 2}]  # B: 2 above 1
+
+
+def test_an_equal_score_is_no_inversion():
+    f = factorial(
+        crossed("A", right_plain=1.0, right_polite=1.0, wrong_plain=1.0, wrong_polite=1.0)
+    )
+    assert f["inversions"] == [{"factor": "polite", "count": 0, "contexts": 1}]
+    assert effect(f, "polite", correct=True)["positive"] == 0
 
 
 def test_effects_only_over_contexts_that_have_both_cells():
