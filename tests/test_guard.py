@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from kernel.profiles import PROFILES
+from kernel.reward import reward_files
+
 ROOT = Path(__file__).resolve().parents[1]
 LEARNING = ("10_sft", "20_reward", "30_ppo")
 SECRET = "held-out words"
@@ -38,8 +41,11 @@ FILES = [
 
 
 def declared(stage: str) -> tuple[list[str], list[str]]:
-    """READS and WRITES of a stage script, from its top-level assignments of literals and names."""
-    known = {}
+    """READS and WRITES of a stage script, from its top-level assignments of literals and names.
+
+    Where the inputs depend on the settings, `reads(settings)` stands in the place of READS.
+    """
+    known = {"reward_files": reward_files}
 
     def value(node):
         if isinstance(node, ast.Name):
@@ -60,6 +66,10 @@ def declared(stage: str) -> tuple[list[str], list[str]]:
             name = node.targets[0].id
             if name.isupper():
                 known[name] = value(node.value)
+        if isinstance(node, ast.FunctionDef) and node.name == "reads":
+            exec(compile(ast.Module([node], []), stage, "exec"), known)
+            sections = PROFILES["smollm2"]
+            known["READS"] = known["reads"]({**sections["reward"], **sections["ppo"]})
     return known["READS"], known["WRITES"]
 
 
@@ -151,7 +161,9 @@ def test_probes_are_read_by_the_probe_stage_alone():
 def test_a_stage_writes_only_below_its_own_name(stage):
     assert {Path(name).name for name in declared(stage)[1]} == {stage}
     source = (ROOT / f"{stage}.py").read_text(encoding="utf-8")
-    assert f'Stage("{stage}", ' in source and "READS, WRITES" in source  # and hands them over
+    assert f'Stage("{stage}", ' in source and re.search(
+        r"parser, (READS|reads), WRITES", source
+    )  # and hands them over
     assert ("shown=" in source) == (stage == "60_probe")  # the last one alone looks at more
 
 
