@@ -65,13 +65,13 @@ def open_finished(args, reads: list[str], more: list[str] = ()) -> FinishedRun:
 
 def export(args) -> None:
     """All of the above for `args.export`; a target that exists is refused, an unfinished one removed."""
-    target = Path(os.path.abspath(args.export))
-    run = open_finished(args, READS, card.READS)
-    closed = run.dir.parent if run.dir.parent.name == "runs" else run.dir
+    target, (_, folder) = Path(os.path.abspath(args.export)), run_folder(args)
+    closed = folder.parent if folder.parent.name == "runs" else folder
     if closed.resolve() in target.resolve().parents:
         raise ValueError(f"{target} lies in {closed}, which holds runs only; give another folder")
     if os.path.lexists(target):
         raise ValueError(f"{target} is there already and is not overwritten; give a new folder")
+    run = open_finished(args, READS, card.READS)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
