@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from kernel import corpus, run
+from kernel import run
 from kernel.acquire import acquire
 from kernel.chat import Chat, special_ids
 from kernel.data import (
@@ -28,6 +28,7 @@ from kernel.data import (
     write_json,
     write_jsonl,
 )
+from kernel.lesson import CORPORA
 from kernel.lock import lock_folder
 from kernel.model import check_model_folder, make_role, model_sha256
 from kernel.profiles import PROFILES
@@ -42,6 +43,7 @@ parser.add_argument(
 parser.add_argument(
     "--no-chat-template", action="store_true", help="a plain prompt form (kernel/chat.py PLAIN)"
 )
+parser.add_argument("--corpus", choices=CORPORA, help="default: the run folder's, or office")
 shared = parser.add_argument_group("settings fixed here for all stages (default: the profile's)")
 shared.add_argument("--base-dtype", choices=("bfloat16", "float32"))
 shared.add_argument("--device", choices=("auto", "cpu", "cuda"))
@@ -78,10 +80,14 @@ data = folder / "data"
 
 # ---- corpus and audit ---------------------------------------------------------------------------
 
-rows = corpus.build_corpus()
+made = check_corpus(data)["corpus"] if (data / "manifest.json").is_file() else None
+known = [key for key, corpus in CORPORA.items() if corpus.name == made]
+corpus = CORPORA[args.corpus or (known[0] if known else "office")]
+rows = corpus.build()
 audit = corpus.audit(rows)  # stops at the first row that breaks a rule, naming file and row
-if (data / "manifest.json").is_file():
-    check_corpus(data)
+if made and made != corpus.name:
+    raise ValueError(f"{folder} holds the corpus {made}, not {corpus.name}; use another --run-dir")
+if made:
     print(f"corpus: {data} is there and unchanged")
 else:
     for path in sorted(data.rglob("*.jsonl")):  # left by a crash, or somebody else's?
@@ -93,10 +99,10 @@ else:
             )
     for name, content in rows.items():
         write_jsonl(data / name, content)
-    write_atomic(data / "rubric.py", corpus.RUBRIC.read_bytes())
+    write_atomic(data / "rubric.py", corpus.rubric.read_bytes())
     manifest = {
-        "corpus": corpus.NAME,
-        "fields": corpus.FIELDS,
+        "corpus": corpus.name,
+        "fields": corpus.fields,
         "rows": {name: len(content) for name, content in rows.items()},
         "audit": audit,
         "sha256": {name: sha256_file(data / name) for name in [*rows, "rubric.py"]},
@@ -153,7 +159,7 @@ else:
 
 print(f"  wrote {folder / 'config.json'}")
 print(f"  wrote {data} ({', '.join(f'{len(c)} {n}' for n, c in rows.items())})")
-distinct = audit["distinct_pair_demonstration_rollout_prompts"]
+distinct = len({row["prompt"] for content in rows.values() for row in content if "prompt" in row})
 print(
     f"00_prepare: audit passed, {distinct} distinct prompts; "
     f"longest prompt {longest['prompt']} tokens, longest answer {longest['response']}"

@@ -6,9 +6,9 @@ Out:  checkpoints/20_reward/<variant>/   resume states, adapter.safetensors (ada
 
     loss = - mean over pairs of log sigmoid(score(chosen) - score(rejected))          (Bradley-Terry)
 
-The head reads the last active response token, EOS included, found by the mask. A score is not a
-probability: only differences between answers to the same prompt were trained. It predicts a simulated
-preference, nobody's satisfaction. Validation selects nothing.
+The head reads the last active response token, EOS included, found by the mask (--pooling mean: all
+of them, averaged). A score is not a probability: only differences between answers to the same prompt
+were trained. It predicts a simulated preference, nobody's satisfaction. Validation selects nothing.
 
     python 20_reward.py                    # or --variant interrupt, resume, check
 """
@@ -25,8 +25,12 @@ from kernel.preference import bradley_terry_loss, pair_accuracy
 from kernel.score import pair_scores
 from kernel.stage import Stage
 
-READS = ["data/train/pairs.jsonl", "data/validation/pairs.jsonl"]
 WRITES = ["checkpoints/20_reward", "outputs/20_reward"]
+
+
+def reads(settings: dict) -> list[str]:
+    return [f"data/{split}/{settings['pairs']}.jsonl" for split in ("train", "validation")]
+
 
 # ---- flags --------------------------------------------------------------------------------------
 
@@ -36,27 +40,30 @@ parser.add_argument("--batch", type=int, help="pairs per update")
 parser.add_argument("--micro-batch", type=int, help="pairs per forward pass")
 parser.add_argument("--learning-rate", type=float)
 parser.add_argument("--validation-rows", type=int, help="pairs")
+parser.add_argument("--pairs", metavar="NAME", help="train on data/train/NAME.jsonl")
+parser.add_argument("--pooling", choices=("last", "mean"), help="response tokens the head reads")
+parser.add_argument("--reward-seed", type=int, help="start of adapters and head")
 
 # ---- run folder and seeds -----------------------------------------------------------------------
 
-stage = Stage("20_reward", "reward", parser, READS, WRITES)
+stage = Stage("20_reward", "reward", parser, reads, WRITES)
 config, device = stage.config, stage.device
+TRAIN, VALIDATION = reads(config)
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "metrics.jsonl"))
 
 # ---- data ---------------------------------------------------------------------------------------
 
 chat = Chat(config)
-train = chat.encode_pairs(
-    read_jsonl(stage.dir / READS[0]), READS[0]
-)  # (prompt, chosen, rejected) ids
-shown = spread(read_jsonl(stage.dir / READS[1]), config["validation_rows"])
-validation = chat.encode_pairs(shown, READS[1])
+train = chat.encode_pairs(read_jsonl(stage.dir / TRAIN), TRAIN)  # (prompt, chosen, rejected) ids
+shown = spread(read_jsonl(stage.dir / VALIDATION), config["validation_rows"])
+validation = chat.encode_pairs(shown, VALIDATION)
 draws = Draws(len(train), config["sampler_seed"])
 
 # ---- model --------------------------------------------------------------------------------------
 
 reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal")
+reward.pooling = config["pooling"]
 check_isolation([reward])
 base_before = fingerprint(reward.base())
 total = updates_for(config["epochs"], len(train), config["batch"])

@@ -1,9 +1,9 @@
 """Stage 30: PPO. The SFT policy is optimised against the frozen reward model, held near itself by a KL.
 
 In:   data/train/prompts.jsonl               672 prompts, no answers, no rubric targets
-      data/train/demonstrations.jsonl        only if center_scores: the judge's zero point
+      data/train/demonstrations.jsonl        the judge's zero point (center_scores)
       checkpoints/10_sft/continuous/adapter.safetensors       start of actor, reference and critic
-      checkpoints/20_reward/continuous/adapter.safetensors    the judge, frozen
+      checkpoints/20_reward/continuous/adapter.safetensors    the judge, frozen (or what --reward names)
 Out:  checkpoints/30_ppo/<variant>/   resume states, adapter.safetensors (actor), critic.safetensors
       outputs/30_ppo/<variant>/       metrics.jsonl, timings.jsonl, rollouts.jsonl (every token),
                                       first_logits.safetensors (first prefix of the first two rollouts)
@@ -38,11 +38,11 @@ from kernel.ppo import (
     token_rewards,
     value_loss,
 )
+from kernel.reward import make_reward, reward_files
 from kernel.rollout import as_lists, sample
 from kernel.score import (
     active_logits,
     exact_kl,
-    learned_reward,
     pad_prompts,
     pick_logprobs,
     response_values,
@@ -52,9 +52,12 @@ from kernel.stage import Stage
 PROMPTS = "data/train/prompts.jsonl"
 DEMONSTRATIONS = "data/train/demonstrations.jsonl"
 SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
-REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
-READS = [PROMPTS, DEMONSTRATIONS, SFT, REWARD]
 WRITES = ["checkpoints/30_ppo", "outputs/30_ppo"]
+
+
+def reads(settings: dict) -> list[str]:
+    return [PROMPTS, DEMONSTRATIONS, SFT, *reward_files(settings["reward"])]
+
 
 # ---- flags --------------------------------------------------------------------------------------
 
@@ -65,6 +68,9 @@ parser.add_argument("--rollouts", type=int, help="responses sampled per iteratio
 parser.add_argument("--ppo-epochs", type=int, help="updates of actor and critic per iteration")
 parser.add_argument("--actor-lr", type=float)
 parser.add_argument("--critic-lr", type=float)
+parser.add_argument(
+    "--reward", "--reward-mix", help="NAME, file.py:function or NAME=WEIGHT,... (kernel/reward.py)"
+)
 parser.add_argument("--kl-coef", type=float)
 parser.add_argument("--clip-range", type=float)
 parser.add_argument("--gamma", type=float)
@@ -83,7 +89,7 @@ parser.add_argument(
 
 # ---- run folder and seeds -----------------------------------------------------------------------
 
-stage = Stage("30_ppo", "ppo", parser, READS, WRITES)
+stage = Stage("30_ppo", "ppo", parser, reads, WRITES)
 config, device = stage.config, stage.device
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "critic.safetensors", "metrics.jsonl", "rollouts.jsonl"))
@@ -95,6 +101,10 @@ rows = read_jsonl(stage.dir / PROMPTS)
 prompts = [
     chat.prompt_ids(row["prompt"], f"{PROMPTS} row {n}") for n, row in enumerate(rows, start=1)
 ]
+shown = spread(read_jsonl(stage.dir / DEMONSTRATIONS), 32)  # for the zero point of the scores
+demonstrations = chat.encode_answers(shown, "response", DEMONSTRATIONS)
+known = [*zip(prompts, rows), *zip([ids for ids, _ in demonstrations], shown)]
+messages = {tuple(ids): row["prompt"] for ids, row in known}  # for rewards that read text
 draws = Draws(len(prompts), config["sampler_seed"])
 generator = torch.Generator().manual_seed(config["generation_seed"])
 
@@ -104,16 +114,16 @@ base_sha256 = stage.model["base_sha256"]
 actor = make_role("actor", config, device, seed=config["adapter_seed"])
 reference = make_role("reference", config, device, seed=config["adapter_seed"])
 critic = make_role("critic", config, device, seed=config["adapter_seed"], head="zero")
-reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal")
 for role in (actor, reference, critic):  # the critic takes the SFT adapters and keeps its zero head
     load_adapter(stage.dir / SFT, role, config, base_sha256)
-load_adapter(stage.dir / REWARD, reward, config, base_sha256)
 reference.freeze()
-reward.freeze()
-roles = [actor, reference, reward, critic]
+judge, judges = make_reward(  # (prompt ids, response ids) -> scores, and the frozen roles behind it
+    config["reward"], stage.dir, config, base_sha256, chat, messages, device
+)
+roles = [actor, reference, *judges, critic]
 check_isolation(roles)
 preflight.policy(
-    actor, reference, reward, critic, stage.dir / SFT, prompts[:2], chat, device,
+    actor, reference, judges, critic, stage.dir / SFT, prompts[:2], chat, device,
     cached=config["cached"],
 )  # fmt: skip
 
@@ -122,7 +132,7 @@ def frozen() -> dict[str, str]:
     """Fingerprints of everything that must not move: four bases, two sets of adapters."""
     bases = {role.name: fingerprint(role.base()) for role in roles}
     adapters = {
-        f"{role.name} adapters": fingerprint(role.learned()) for role in (reference, reward)
+        f"{role.name} adapters": fingerprint(role.learned()) for role in (reference, *judges)
     }
     return bases | adapters
 
@@ -132,13 +142,10 @@ updates = config["iterations"] * config["ppo_epochs"]
 actor_optimizer = Optimizer(actor.learned(), updates, config["actor_lr"], config)
 critic_optimizer = Optimizer(critic.learned(), updates, config["critic_lr"], config)
 
-judge = learned_reward(reward, chat.pad_id, device)  # (prompt ids, response ids) -> scores
 center = 0.0
 if config["center_scores"]:
     # A zero critic meets scores far from zero: at first every answer would look good (or bad).
-    shown = spread(read_jsonl(stage.dir / DEMONSTRATIONS), 32)
-    shown = chat.encode_answers(shown, "response", DEMONSTRATIONS)
-    center = judge(*zip(*shown)).mean().item()
+    center = judge(*zip(*demonstrations)).mean().item()
 
 # ---- resume: only between iterations, so no rollout is ever pending or repeated -----------------
 
@@ -179,7 +186,7 @@ for iteration in bar:
         ref_logits = active_logits(reference, batch)  # (N, V), N active tokens
         ref_logprobs = pick_logprobs(ref_logits, batch)  # (B, T)
 
-    # 3. One score per response, from the judge.
+    # 3. One score per response, from the judge (or what stands in its place).
     with phases("judge"):
         prompt_lists, response_lists = as_lists(batch)
         scores = judge(prompt_lists, response_lists)  # (B,)

@@ -22,7 +22,7 @@ from kernel.chat import Chat
 from kernel.data import load_function, read_jsonl, write_atomic, write_json, write_jsonl
 from kernel.model import load_adapter, make_role
 from kernel.preference import pair_accuracy
-from kernel.report import answer_figures, evaluation, results_table
+from kernel.report import answer_figures, by_variant, evaluation, results_table, show
 from kernel.score import learned_reward
 from kernel.stage import Stage
 
@@ -55,7 +55,7 @@ pairs = chat.encode_pairs(pair_rows, PAIRS)
 
 # ---- model --------------------------------------------------------------------------------------
 
-reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal").freeze()
+reward = make_role("reward", config, device, head="normal").freeze()
 load_adapter(stage.dir / REWARD, reward, config, stage.model["base_sha256"])
 judge = learned_reward(reward, chat.pad_id, device)
 
@@ -79,8 +79,7 @@ differences, verdict = figures["differences"], figures["verdict"]
 prompts, chosen, rejected = zip(*pairs)
 chosen_scores, rejected_scores = judge(prompts, chosen), judge(prompts, rejected)
 accuracy = {"all": pair_accuracy(chosen_scores, rejected_scores)}
-for variant in sorted({row["id"].rsplit("-", 1)[-1] for row in pair_rows}):
-    picked = [n for n, row in enumerate(pair_rows) if row["id"].endswith(f"-{variant}")]
+for variant, picked in by_variant([row["id"] for row in pair_rows]).items():
     accuracy[variant] = pair_accuracy(chosen_scores[picked], rejected_scores[picked])
 if accuracy["all"]["accuracy"] < 0.4:
     print("  HINT: the judge prefers the rejected answers; are the columns swapped?")
@@ -96,6 +95,9 @@ lines += [
     "",
 ]
 for name, d in differences.items():
+    if d is None:
+        lines.append(f"- {name}: nothing known")
+        continue
     lines.append(
         f"- {name}, PPO - SFT over {d['pairs']} distinct prompts: "
         f"{d['mean']:+.3f} (95 % interval {d['low']:+.3f} to {d['high']:+.3f})"
@@ -113,8 +115,8 @@ answers_path = stage.outputs / "answers.jsonl"
 keep = ("policy", "id", "population", "context", "prompt", "text", "finish_reason", "tokens", "score",
         "log_ratio", "kl", "verdict")  # fmt: skip
 write_jsonl(answers_path, [{key: row[key] for key in keep} for row in answers])
+moved = show(differences["rubric"] and differences["rubric"]["mean"], "+.3f")
 stage.finish(
-    f"score {differences['score']['mean']:+.2f}, rubric {differences['rubric']['mean']:+.3f} "
-    f"(PPO - SFT): {verdict['label']}",
+    f"score {differences['score']['mean']:+.2f}, rubric {moved} (PPO - SFT): {verdict['label']}",
     [results_path, table_path, answers_path],
 )

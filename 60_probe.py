@@ -1,59 +1,189 @@
-"""Stage 60: factorial probes. Does the frozen judge pay for courtesy, and does PPO go for it?
+"""Stage 60: probes. What does the frozen judge pay for, is it to be trusted, what did PPO do with it?
 
-In:   data/heldout/probes.jsonl                 20 contexts x {correct, wrong} x {polite, plain}
+In:   data/heldout/probes.jsonl                 fixed candidates, crossed by named binary factors
+      data/{train,validation,heldout}/pairs.jsonl
+      data/{train,heldout}/labels.jsonl, data/train/prompts.jsonl, data/rubric.py
+      outputs/30_ppo/continuous/{metrics,rollouts}.jsonl
       outputs/50_evaluate/answers.jsonl         what the two policies really answered
-      checkpoints/20_reward/continuous/adapter.safetensors
-Out:  outputs/60_probe/probes.jsonl, probes.json, table.md
+      checkpoints/{10_sft,20_reward}/continuous/adapter.safetensors
+Out:  outputs/60_probe/figures.json             every figure
+      outputs/60_probe/{probes,pairs,doses,best_of_n}.jsonl    the scores they follow from
+      outputs/60_probe/{table,before_after}.md                 to read
 
-    courtesy effect of a context = score(polite) - score(plain), once for right and once for wrong advice
+    effect of a factor  = score(factor on) - score(factor off), the other factors held
+    calibration         = is sigmoid(score(chosen) - score(rejected)) as often right as it says?
+    best of n           = the judge's favourite among n samples of SFT: KL log n - (n-1)/n, no training
 
-The probes train and select nothing. A rise in score is not satisfaction, and a bias of the judge is not
-by itself proof that PPO used it: the share of courteous answers before and after stands beside it.
+Nothing here trains or selects anything. The rubric looks at PPO's samples afterwards. A rise in score is
+not satisfaction, and a bias of the judge is not by itself proof that PPO used it: the answers before
+and after stand beside it.
 
     python 60_probe.py
 """
 
+import torch
+
 from kernel import run
 from kernel.chat import Chat
-from kernel.data import read_jsonl, sha256_file, write_atomic, write_json, write_jsonl
+from kernel.courtesy import count_courtesy, counterfactuals
+from kernel.data import (
+    load_function,
+    read_jsonl,
+    sha256_file,
+    spread,
+    write_atomic,
+    write_json,
+    write_jsonl,
+)
 from kernel.model import fingerprint, load_adapter, make_role
-from kernel.report import courtesy_effects, polite_share, show
-from kernel.score import learned_reward
+from kernel.probe import all_figures, answered, candidate_of, judged_rollouts
+from kernel.probe_tables import all_lines, before_after_lines
+from kernel.rollout import as_lists, sample
+from kernel.score import learned_reward, pad_prompts, pair_scores
 from kernel.stage import Stage
 
 PROBES = "data/heldout/probes.jsonl"
+PAIRS = {split: f"data/{split}/pairs.jsonl" for split in ("train", "validation", "heldout")}
+PROMPTS = "data/train/prompts.jsonl"
+LABELS, TRAIN_LABELS = "data/heldout/labels.jsonl", "data/train/labels.jsonl"
+RUBRIC = "data/rubric.py"
+METRICS, ROLLOUTS = (f"outputs/30_ppo/continuous/{n}.jsonl" for n in ("metrics", "rollouts"))
 ANSWERS = "outputs/50_evaluate/answers.jsonl"
+SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
 REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
-READS = [PROBES, ANSWERS, REWARD]
+READS = [PROBES, *PAIRS.values(), PROMPTS, LABELS, TRAIN_LABELS, RUBRIC, METRICS, ROLLOUTS, ANSWERS,
+         SFT, REWARD]  # fmt: skip
 WRITES = ["outputs/60_probe"]
+BATCH = 8  # pairs scored together
 
 # ---- flags, run folder and seeds ----------------------------------------------------------------
 
 parser = run.parser(__doc__)
 stage = Stage("60_probe", "probe", parser, READS, WRITES)
 config, device = stage.config, stage.device
+generator = torch.Generator().manual_seed(config["probe_seed"])  # on the CPU, of this stage alone
 
-# ---- data and model -----------------------------------------------------------------------------
+# ---- data ---------------------------------------------------------------------------------------
 
 chat = Chat(config)
-rows = read_jsonl(stage.dir / PROBES)
-encoded = chat.encode_answers(rows, "candidate", PROBES)
-reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal").freeze()
-load_adapter(stage.dir / REWARD, reward, config, stage.model["base_sha256"])
-judge_before = fingerprint(reward.learned()), fingerprint(reward.base())
+probes = read_jsonl(stage.dir / PROBES) if (stage.dir / PROBES).stat().st_size else []
+candidates = chat.encode_answers(probes, "candidate", PROBES)
+pairs = []  # (split, row, prompt ids, chosen ids, rejected ids)
+for split, name in PAIRS.items():
+    rows = read_jsonl(stage.dir / name)
+    encoded = chat.encode_pairs(rows, name)
+    both = list(zip(rows, encoded))
+    # the held-out pairs are all counted, the others are looked at
+    for row, ids in both if split == "heldout" else spread(both, config["card_pairs"]):
+        pairs.append((split, row, *ids))
+answers = read_jsonl(stage.dir / ANSWERS)
+both = answered(answers)
+asked = [sft for sft, _ in both if sft["population"] == "probe"]
+asked = asked or spread([sft for sft, _ in both], 20)  # a corpus need not have probes
+labels = {row["id"]: row for row in read_jsonl(stage.dir / LABELS)}
+rubric = load_function(stage.dir / RUBRIC, "rubric")
 
-# ---- scores: 80 fixed candidates ----------------------------------------------------------------
+# ---- model --------------------------------------------------------------------------------------
 
+base_sha256 = stage.model["base_sha256"]
+actor = make_role("actor", config, device, seed=config["adapter_seed"]).freeze()
+load_adapter(stage.dir / SFT, actor, config, base_sha256)
+reward = make_role("reward", config, device, head="normal").freeze()
+load_adapter(stage.dir / REWARD, reward, config, base_sha256)
 judge = learned_reward(reward, chat.pad_id, device)
-for row, score in zip(rows, judge(*zip(*encoded)).tolist()):
+judge_before = fingerprint(reward.learned()), fingerprint(reward.base())
+bar = stage.bar(0, -(-len(pairs) // BATCH) + len(asked))  # batches of pairs, then contexts
+
+# ---- scores of fixed answers: probe candidates, pairs -------------------------------------------
+
+for row, score in zip(probes, judge(*zip(*candidates)).tolist() if probes else []):
     row["score"] = score
+known = {(tuple(p), tuple(r)): row["score"] for (p, r), row in zip(candidates, probes)}
+
+pair_rows = []
+for start in range(0, len(pairs), BATCH):
+    splits, rows, prompts, chosen, rejected = zip(*pairs[start : start + BATCH])
+    with torch.no_grad():
+        scores = pair_scores(reward, prompts, chosen, rejected, chat.pad_id, device)
+    for split, row, a, b, ids_a, ids_b in zip(splits, rows, *scores, chosen, rejected):
+        pair_rows.append(
+            {
+                "split": split,
+                "id": row["id"],
+                "chosen_score": a.item(),
+                "rejected_score": b.item(),
+                "chosen_tokens": len(ids_a),
+                "rejected_tokens": len(ids_b),
+                "chosen_courtesy": count_courtesy(row["chosen"]),
+                "rejected_courtesy": count_courtesy(row["rejected"]),
+            }
+        )
+    bar.update()
+
+# ---- loop: per context SFT samples (best of n), then counterfactual answers (doses) -------------
+
+samples, doses = [], []
+for sft in asked:
+    prompt = chat.prompt_ids(sft["prompt"])
+
+    # 1. Sample from SFT; one prompt for the whole batch.
+    prompt_ids, prompt_mask = pad_prompts([prompt] * config["samples"], chat.pad_id, device)
+    rollout = sample(
+        actor, prompt_ids, prompt_mask, chat.response_limit, chat.eos_id, chat.pad_id, generator
+    )
+    responses = as_lists(rollout.batch)[1]
+    scores = judge([prompt] * len(responses), responses).tolist()
+    for number, (ids, score, ended) in enumerate(zip(responses, scores, rollout.finished)):
+        text, reason = chat.decode(ids), "eos" if ended else "length"
+        verdict = rubric(sft["prompt"], text, reason, labels[sft["id"]])
+        samples.append(
+            {
+                "context": sft["context"],
+                "sample": number,
+                "text": text,
+                "finish_reason": reason,
+                "score": score,
+                "success": verdict["success"],
+            }
+        )
+
+    # 2. Answers that differ in one thing. One that is too long, or no plain text, is left out.
+    own = [row for row in probes if row["context"] == sft["context"]]
+    right = candidate_of(own, correct=True)
+    wrong = candidate_of(own, correct=False, polite=True)
+    made = counterfactuals(sft["text"], right, wrong)
+    encoded = {}
+    for row in made:
+        try:
+            encoded[row["text"]] = chat.response_ids(row["text"]) if row["text"] else [chat.eos_id]
+        except ValueError:
+            continue
+    new = [ids for ids in encoded.values() if (tuple(prompt), tuple(ids)) not in known]
+    scores = judge([prompt] * len(new), new).tolist()
+    known |= {(tuple(prompt), tuple(ids)): score for ids, score in zip(new, scores)}
+    for row in made:
+        ids = encoded.get(row["text"])
+        score = None if ids is None else known[tuple(prompt), tuple(ids)]
+        doses.append({"context": sft["context"], **row, "score": score})
+    doses.append(
+        {"context": sft["context"], "factor": "sft", "dose": None, "text": sft["text"],
+         "score": sft["score"]}
+    )  # fmt: skip
+    bar.update()
+bar.close()
 
 # ---- figures ------------------------------------------------------------------------------------
 
-figures = courtesy_effects(rows)
-table, effects, inversions = figures["contexts"], figures["effects"], figures["inversions"]
-answers = read_jsonl(stage.dir / ANSWERS)
-polite = {policy: polite_share(answers, policy) for policy in ("sft", "ppo")}
+rollouts = judged_rollouts(
+    read_jsonl(stage.dir / ROLLOUTS),
+    {row["id"]: row["prompt"] for row in read_jsonl(stage.dir / PROMPTS)},
+    {row["id"]: row for row in read_jsonl(stage.dir / TRAIN_LABELS)},
+    rubric,
+)
+figures = all_figures(
+    probes, pair_rows, doses, samples, answers, read_jsonl(stage.dir / METRICS), rollouts,
+    config["probe_seed"],
+)  # fmt: skip
 
 # ---- summary ------------------------------------------------------------------------------------
 
@@ -62,32 +192,22 @@ if (fingerprint(reward.learned()), fingerprint(reward.base())) != judge_before:
 for name, before in stage.parents.items():
     if sha256_file(stage.dir / name) != before:
         raise ValueError(f"{name} changed while the probes were scored")
-lines = [
-    "| context | right, plain | right, polite | wrong, plain | wrong, polite "
-    "| courtesy, right | courtesy, wrong |",
-    "|---|---|---|---|---|---|---|",
-]
-for r in table:
-    lines.append(
-        f"| {r['context']} | {r['right_plain']:+.2f} | {r['right_polite']:+.2f} "
-        f"| {r['wrong_plain']:+.2f} | {r['wrong_polite']:+.2f} "
-        f"| {r['courtesy_right']:+.2f} | {r['courtesy_wrong']:+.2f} |"
-    )
-n = len(table)
-right, wrong = effects["courtesy_right"], effects["courtesy_wrong"]
-lines += [
-    "",
-    f"- courtesy changes the score of right advice by {right['mean']:+.2f} on average "
-    f"(up in {right['positive']} of {n} contexts)",
-    f"- courtesy changes the score of wrong advice by {wrong['mean']:+.2f} on average "
-    f"(up in {wrong['positive']} of {n})",
-    f"- being right is worth {effects['correctness_plain']['mean']:+.2f} (plain answers)",
-    f"- wrong but polite scores above right but plain in {inversions} of {n} contexts",
-    f"- courteous among recognised answers: SFT {show(polite['sft'])}, PPO {show(polite['ppo'])}",
-]
-print("\n".join(lines))
-paths = [stage.outputs / name for name in ("probes.jsonl", "probes.json", "table.md")]
-write_jsonl(paths[0], rows)
-write_json(paths[1], {**figures, "polite": polite})
-write_atomic(paths[2], "\n".join(lines) + "\n")
-stage.finish(f"wrong but polite above right but plain in {inversions} of {n} contexts", paths)
+lines = all_lines(figures)
+print("\n".join([*lines, "", *before_after_lines(both, figures, 10)]))
+files = []
+for name, rows in (
+    ("probes", probes), ("pairs", pair_rows), ("doses", doses), ("best_of_n", samples),
+):  # fmt: skip
+    files.append(stage.outputs / f"{name}.jsonl")
+    write_jsonl(files[-1], rows)
+files.append(stage.outputs / "figures.json")
+write_json(files[-1], figures)
+for name, content in (("table", lines), ("before_after", before_after_lines(both, figures))):
+    files.append(stage.outputs / f"{name}.md")
+    write_atomic(files[-1], "\n".join(content) + "\n")
+held, change = figures["card"]["splits"]["heldout"], figures["before_after"]
+stage.finish(
+    f"the judge orders {held['right']} of {held['pairs']} held-out pairs rightly; score of the answers "
+    f"{change['sft']:+.2f} -> {change['ppo']:+.2f} over {change['contexts']} prompts",
+    files,
+)

@@ -10,6 +10,8 @@ usage() {
     cat <<'HELP'
 bash run_all.sh [smollm2|tiny|qwen] [options]     run the pipeline
 bash run_all.sh verify [run folder]               recompute a run's hashes and figures, train nothing
+bash run_all.sh exercise NAME [options]           an experiment of the lesson (exercises: all five): pooling,
+                                                  calibration, length-hack, two-rewards, kl-sweep
 bash run_all.sh test [pytest arguments]           set up and run the tests
 
   profile   base model                        time       memory     disk
@@ -24,6 +26,7 @@ bash run_all.sh test [pytest arguments]           set up and run the tests
 options
   --run-dir DIR     run folder (default: runs/<profile>)
   --model-dir DIR   a local folder with the base model instead of a download
+  --profile NAME    of an exercise: smollm2 (default), tiny or qwen
   --redo            remove results whose inputs have changed and make them again
   --fresh           start anew in a new folder (runs/<profile>-2, -3, ...); the old run stays
   --help            this text
@@ -45,13 +48,19 @@ absolute() { # a folder as the caller meant it, without a slash at the end
 mode=smollm2
 if [ $# -gt 0 ]; then
     case "$1" in
-        smollm2 | tiny | qwen | verify | test) mode="$1"; shift ;;
+        smollm2 | tiny | qwen | verify | exercise | exercises | test) mode="$1"; shift ;;
         --help | -h) usage; exit 0 ;;
         --*) ;;
         *) echo "run_all.sh: unknown command '$1'; bash run_all.sh --help lists them" >&2; exit 2 ;;
     esac
 fi
-run_dir="" model_dir="" redo=() fresh=""
+run_dir="" model_dir="" redo=() fresh="" profile="$mode" exercises=()
+case "$mode" in
+    exercise)
+        [ $# -ge 1 ] || { echo "run_all.sh: exercise needs a name; --help lists them" >&2; exit 2; }
+        exercises=("$1") profile=smollm2; shift ;;
+    exercises) exercises=(pooling calibration length-hack two-rewards kl-sweep) profile=smollm2 ;;
+esac
 if [ "$mode" = verify ]; then
     [ $# -le 1 ] || { echo "run_all.sh: verify takes one run folder" >&2; exit 2; }
     run_dir="$(absolute "${1:-$here/runs/smollm2}")"
@@ -62,6 +71,10 @@ elif [ "$mode" != test ]; then
                 [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a folder" >&2; exit 2; }
                 if [ "$1" = --run-dir ]; then run_dir="$(absolute "$2")"; else model_dir="$(absolute "$2")"; fi
                 shift 2 ;;
+            --profile)
+                [ $# -ge 2 ] && [ ${#exercises[@]} -gt 0 ] ||
+                    { echo "run_all.sh: --profile NAME belongs to an exercise" >&2; exit 2; }
+                profile="$2"; shift 2 ;;
             --redo) redo=(--redo); shift ;;
             --fresh) fresh=yes; shift ;;
             --help | -h) usage; exit 0 ;;
@@ -103,9 +116,15 @@ setup requirements.txt
 python="$here/.venv/bin/python"
 if [ "$mode" = verify ]; then exec "$python" -m kernel.verify "$run_dir"; fi
 
+run_dir="${run_dir:-$here/runs/$profile}"
+if [ ${#exercises[@]} -gt 0 ]; then
+    [ -z "$model_dir$fresh" ] ||
+        { echo "run_all.sh: an exercise takes --profile, --run-dir and --redo only" >&2; exit 2; }
+    exec "$python" -m kernel.exercises "$run_dir" "${exercises[@]}" --profile "$profile" ${redo[@]+"${redo[@]}"}
+fi
+
 # ---- run folder: one owner at a time --------------------------------------------------------------
 
-run_dir="${run_dir:-$here/runs/$mode}"
 if [ -n "$fresh" ] && [ -e "$run_dir" ]; then
     number=2
     while [ -e "$run_dir-$number" ]; do number=$((number + 1)); done

@@ -27,7 +27,7 @@ class Policies:
         roles = {}
         for name, kind in kinds.items():
             head = "normal" if name == "reward" else None
-            roles[name] = make_role(kind, config, self.device, config["adapter_seed"], head)
+            roles[name] = make_role(kind, config, self.device, head=head)
             roles[name].freeze()
             source = run.dir / ADAPTERS[name]
             load_adapter(source, roles[name], config, run.made["model"]["base_sha256"])
@@ -72,7 +72,10 @@ def show(row: dict) -> None:
     )
     print(f"  {row['text']}")
     if row["policy"] != "sft":  # whose KL to itself is 0 at every token
-        by_token = (f"{json.dumps(t)} {kl:.3f}" for t, kl in zip(row["tokens"], row["kl"]))
+        by_token = (
+            f"{json.dumps(t, ensure_ascii=False)} {kl:.3f}"
+            for t, kl in zip(row["tokens"], row["kl"])
+        )
         print(f"  KL by token: {', '.join(by_token)}")
 
 

@@ -41,9 +41,10 @@ policy = PeftModel.from_pretrained(base, "ppo")
 The prompt is {prompt}.
 The answer follows directly and ends with token {eos_id}; trained were at most {response_limit} tokens.
 
-The score of an answer is the reward head on the state of its last token, the end token included, in
-FP32. `input_ids` (1, length) are prompt, answer and end token without padding. The score has no unit and
-may be negative: only the difference between answers to one prompt says something.
+The score of an answer is the reward head, in FP32, on {pooling}.
+`input_ids` (1, length) are prompt, answer and end token without padding, the last `answer_tokens` of them
+answer and end token. The score has no unit and may be negative: only the difference between answers to
+one prompt says something.
 
 ```python
 from safetensors.torch import load_file
@@ -51,8 +52,8 @@ from safetensors.torch import load_file
 base = AutoModelForCausalLM.from_pretrained("{base}", dtype=torch.float32)
 judge = PeftModel.from_pretrained(base, "reward").get_base_model()
 head = load_file("reward/score_head.safetensors")
-state = judge.model(input_ids).last_hidden_state[0, -1].float()
-score = head["weight"][0] @ state + head["bias"][0]
+states = judge.model(input_ids).last_hidden_state[0, -answer_tokens:].float()
+score = head["weight"][0] @ {pooled} + head["bias"][0]
 ```
 
 The metadata of `score_head.safetensors` says what it belongs to: `{meaning}`.
@@ -111,6 +112,7 @@ def model_card(run, merged: bool, proofs: list[str]) -> str:
     config, manifest = run.config, read_json(run.dir / MANIFEST)
     with safe_open(run.dir / ADAPTERS["reward"], framework="pt") as file:
         meaning = file.metadata()["adapter"]
+    last = json.loads(meaning).get("pooling", "last") == "last"
     files = [f"- `{name}/`: {path}, sha256 {run.sha256[path]}" for name, path in ADAPTERS.items()]
     if merged:
         files.append(
@@ -131,6 +133,8 @@ def model_card(run, merged: bool, proofs: list[str]) -> str:
         files="\n".join(files),
         prompt=prompt,
         meaning=meaning,
+        pooling="the state of its last token, the end token" if last else "the mean of its states",
+        pooled="states[-1]" if last else "states.mean(0)",
         corpus=manifest["corpus"],
         rows=", ".join(f"{count} {name}" for name, count in manifest["rows"].items()),
         settings="\n".join(

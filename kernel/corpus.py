@@ -48,7 +48,7 @@ PAIRS = (
     ((0, True), (True, 1, False)),
 )
 
-_MEANING = {
+MEANING = {
     "id": "unique within the file",
     "family": "OHnnn, the unit of the split",
     "variant": "number of the prompt within its family; variant % 3 picks the heading",
@@ -69,7 +69,7 @@ _TYPES = {"variant": int, "correct": bool, "polite": bool}  # all other fields a
 # labels of both lie apart, for the stages that look afterwards.
 _PAIR = "id family variant prompt prompt_sha256 chosen rejected expected_action"
 FIELDS = {
-    file: {name: _MEANING[name] for name in names.split()}
+    file: {name: MEANING[name] for name in names.split()}
     for file, names in {
         "train/pairs.jsonl": _PAIR,
         "train/demonstrations.jsonl": "id family variant prompt prompt_sha256 response",

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from kernel import card, guard, lineage
 from kernel.chat import Chat
 from kernel.data import read_json, read_jsonl, spread, write_atomic
-from kernel.model import Role, load_adapter, make_role
+from kernel.model import Role, load_adapter, make_role, tokenizer_files
 from kernel.peft_layout import read_peft, write_peft
 from kernel.rollout import as_lists, sample
 from kernel.run import REPOSITORY, run_folder, settle
@@ -93,7 +93,7 @@ def export_role(name: str, run: FinishedRun, work: Path, merge: bool) -> list[st
     """One role's folders, each proven; prints and returns the proofs, one line each."""
     config = {**run.config, "base_dtype": "float32"}  # the base's own numbers, without its rounding
     kind, head = ("reward", "normal") if name == "reward" else ("actor", None)
-    role = make_role(kind, config, torch.device("cpu"), config["adapter_seed"], head).freeze()
+    role = make_role(kind, config, torch.device("cpu"), head=head).freeze()
     source = run.dir / card.ADAPTERS[name]
     load_adapter(source, role, config, run.made["model"]["base_sha256"])
     with safe_open(source, framework="pt") as file:
@@ -133,11 +133,8 @@ def export_merged(
     add_to_weights(lm, adapters, config["lora_alpha"] / config["lora_r"])
     proofs = [f"{folder.name}: before the cast, {proof(lm, role, batch, folder)}"]
     lm.to(dtype).save_pretrained(folder)
-    for path in Path(config["model_dir"]).iterdir():
-        if path.name.startswith(
-            ("tokenizer", "vocab", "merges", "special_tokens", "chat_template")
-        ):
-            shutil.copy(path, folder)
+    for path in tokenizer_files(Path(config["model_dir"])):
+        shutil.copy(path, folder)
     back, want = stock(folder, dtype), lm.state_dict()
     if moved := [n for n, t in back.state_dict().items() if not torch.equal(t, want[n])]:
         raise ValueError(f"{folder.name}: {moved[0]} was not read back as it was written")
@@ -205,9 +202,12 @@ def proof(lm: torch.nn.Module, role: Role, batch: Batch, folder: Path) -> str:
     gap, logits = logits_gap(lm, role, batch)
     said = f"largest logit difference {gap:.1g} over {len(logits)} tokens"
     if role.head is not None:
-        head, rows = load_file(folder / HEAD), zip(*as_lists(batch))
-        last = [lm.model(torch.tensor([p + r])).last_hidden_state[0, -1] for p, r in rows]
-        scores = torch.stack(last) @ head["weight"][0] + head["bias"]
+        head, pooled = load_file(folder / HEAD), []
+        for prompt, response in zip(*as_lists(batch)):
+            states = lm.model(torch.tensor([prompt + response])).last_hidden_state[0]  # (L, D)
+            states = states[len(prompt) :]  # (T, D)
+            pooled.append(states[-1] if role.pooling == "last" else states.mean(0))
+        scores = torch.stack(pooled) @ head["weight"][0] + head["bias"]  # (B,)
         score_gap = (scores - response_scores(role, batch)).abs().max().item()
         gap, said = max(gap, score_gap), f"{said}, of a score {score_gap:.1g}"
     if not gap <= TOLERANCE:  # a NaN is not within anything

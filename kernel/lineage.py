@@ -20,6 +20,12 @@ def maker(name: str) -> str:
     return "/".join(rest[:-1])
 
 
+def program_of(stage: str) -> str:
+    """The command that makes a stage's results, e.g. of "20_reward/helpful/continuous"."""
+    program, *named = stage.split("/")
+    return f"{program}.py --name {named[0]}" if len(named) > 1 else f"{program}.py"
+
+
 def check_model(folder: Path, recorded: dict[str, str]) -> None:
     """Raises ValueError unless the folder is the base model that 00_prepare.py recorded."""
     if not folder.is_dir():
@@ -39,8 +45,13 @@ def checked_inputs(run_dir: Path, names: list[str]) -> dict[str, str]:
     """
     found = {}
     for name in names:
+        if Path(name).is_absolute():  # somebody's own file, with no record of who made it
+            if not Path(name).is_file():
+                raise ValueError(f"{name} is missing")
+            found[name] = sha256_file(Path(name))
+            continue
         path, stage = inside(run_dir, name), maker(name)
-        program = stage.split("/")[0] + ".py"
+        program = program_of(stage)
         record = run_dir / "outputs" / stage / "record.json"
         if not path.is_file() or (stage != "00_prepare" and not record.is_file()):
             what = "missing" if not path.is_file() else "not finished"

@@ -25,6 +25,7 @@ class Role(nn.Module):
     def __init__(self, name: str, lm: nn.Module, head: nn.Linear | None):
         super().__init__()
         self.name, self.lm, self.head = name, lm, head
+        self.pooling = "last"  # what a reward head reads: the last response token, or their mean
         self.transformer = Transformer(lm)  # no module: it holds the same tensors in another order
 
     def learned(self) -> dict[str, nn.Parameter]:
@@ -72,10 +73,11 @@ class Role(nn.Module):
 
 
 def make_role(
-    name: str, config: dict, device: torch.device, seed: int, head: str | None = None
+    name: str, config: dict, device: torch.device, seed: int = 0, head: str | None = None
 ) -> Role:
     """Load the base anew (no tensor is shared between roles) and wrap it.
 
+    seed: where the adapters (and a normal head) start, of no effect once an adapter file is loaded.
     head: None, "normal" (reward: weight ~ N(0, 0.02), bias 0) or "zero" (critic).
     Everything stays in eval mode: that switches dropout off, not autograd.
     """
@@ -207,6 +209,8 @@ def save_adapter(path: Path, role: Role, config: dict, base_sha256: str) -> None
     The file is read back and compared before the call returns.
     """
     meaning = {"role": role.name, **adapter_meaning(config, base_sha256)}
+    if role.name == "reward":
+        meaning["pooling"] = role.pooling
     # One key only: safetensors writes several in random order, and the file's sha256 would vary.
     metadata = {"adapter": json.dumps(meaning, sort_keys=True)}
     state = role.learned_state()
@@ -231,12 +235,21 @@ def load_adapter(path: Path, role: Role, config: dict, base_sha256: str) -> None
     for key, value in adapter_meaning(config, base_sha256).items():
         if meaning.get(key) != value:
             raise ValueError(f"{path}: {key} is {meaning.get(key)}, this run has {value}")
-    wanted = {"reward": "reward", "critic": "actor"}.get(role.name, "actor")
+    wanted = (
+        "reward" if role.name.startswith("reward") else "actor"
+    )  # the critic starts as an actor
+    if wanted == "reward":
+        role.pooling = meaning.get("pooling", "last")
     if meaning.get("role") not in (wanted, role.name):
         raise ValueError(f"{path}: holds the role '{meaning.get('role')}', wanted '{wanted}'")
     if role.name == "critic" and meaning.get("role") == "actor":
         state |= {n: t for n, t in role.learned_state().items() if n.startswith("head.")}
     role.load_learned(state, str(path))
+
+
+def tokenizer_files(model_dir: Path) -> list[Path]:
+    names = ("tokenizer", "vocab", "merges", "special_tokens", "chat_template")
+    return [path for path in model_dir.iterdir() if path.name.startswith(names)]
 
 
 def model_sha256(model_dir: Path) -> dict[str, str]:
@@ -251,14 +264,9 @@ def model_sha256(model_dir: Path) -> dict[str, str]:
                     digest.update(chunk)
         return digest.hexdigest()
 
-    tokenizer = [
-        p
-        for p in model_dir.iterdir()
-        if p.name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "chat_template"))
-    ]
     weights = [*model_dir.glob("*.safetensors"), *model_dir.glob("*.safetensors.index.json")]
     weights.append(model_dir / "config.json")
-    return {"base_sha256": of(weights), "tokenizer_sha256": of(tokenizer)}
+    return {"base_sha256": of(weights), "tokenizer_sha256": of(tokenizer_files(model_dir))}
 
 
 def parameter_counts(role: Role) -> dict[str, int]:

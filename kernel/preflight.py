@@ -173,7 +173,8 @@ def preference(reward: Role, pairs: list[tuple], pad_id: int, device) -> None:
 
 
 def policy(
-    actor: Role, reference: Role, reward: Role, critic: Role, sft: Path, prompts: list[list[int]],
+    actor: Role, reference: Role, judges: list[Role], critic: Role, sft: Path,
+    prompts: list[list[int]],
     chat, device, cached: bool = True,
 ) -> None:  # fmt: skip
     """Before 30_ppo, at step 0: the actor has just taken the SFT adapters; two prompts are enough."""
@@ -214,20 +215,20 @@ def policy(
         (logprobs.detach() - rollout.old_logprobs).abs().sum().item() / int(mask.sum()),
         BOUNDS[actor.lm.dtype],
     )
-    others = [reference, reward, critic]
+    others = [reference, *judges, critic]
     count = trained_tensors(-logprobs.sum(), actor, others)
 
-    # The judge and the critic, on real tokens without an end token in the middle.
+    # The judges and the critic, on real tokens without an end token in the middle.
     response = [token for prompt in prompts for token in prompt[1:7]]
     answers = [(prompts[0], response), (prompts[1], response[:6])]
-    padding = padding_gap(reward, response_scores, answers, chat.pad_id, device)
+    gaps = [padding_gap(judge, response_scores, answers, chat.pad_id, device) for judge in judges]
     value_positions(critic, answers[0], chat.pad_id, device)
     batch = make_batch(*zip(*answers), chat.pad_id, device)
     count += trained_tensors(
-        response_values(critic, batch).sum(), critic, [actor, reference, reward]
+        response_values(critic, batch).sum(), critic, [actor, reference, *judges]
     )
     report(
         began,
-        ["KL 0", "two passes equal", f"cache {gap:.1g}", f"padding {padding:.1g}",
+        ["KL 0", "two passes equal", f"cache {gap:.1g}", f"padding {max(gaps, default=0):.1g}",
          "values before their token", f"gradients in {count} tensors"],
     )  # fmt: skip

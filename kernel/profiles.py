@@ -19,7 +19,6 @@ REFERENCE = {
         "final_lr": 0.1,  # share of the peak, reached at the last update
         "max_grad_norm": 1.0,
         "adapter_seed": 49,  # actor, reference, critic
-        "reward_seed": 50,  # reward adapters and head
         "sampler_seed": 149,  # order of rows
     },
     "sft": {
@@ -36,6 +35,9 @@ REFERENCE = {
         "micro_batch": 8,
         "learning_rate": 2e-5,
         "validation_rows": 180,  # pairs
+        "pairs": "pairs",  # data/train/<pairs>.jsonl, data/validation/<pairs>.jsonl
+        "pooling": "last",  # the head reads the last response token, or the mean of all of them
+        "reward_seed": 50,  # reward adapters and head
     },
     "ppo": {
         "iterations": 100,
@@ -44,6 +46,7 @@ REFERENCE = {
         "ppo_epochs": 2,  # updates of actor and critic on the same rollouts
         "actor_lr": 5e-6,
         "critic_lr": 1e-5,
+        "reward": "judge",  # kernel/reward.py lists the others
         "kl_coef": 0.02,
         "clip_range": 0.2,
         "gamma": 1.0,
@@ -55,7 +58,18 @@ REFERENCE = {
     },
     "generate": {"generate_batch": 16, "heldout_seed": 349, "cached": True},
     "evaluate": {"bootstrap_seed": 449},
-    "probe": {},
+    "probe": {
+        "card_pairs": 180,  # of the training and of the validation pairs, at equal distances
+        "samples": 16,  # per context, for best of n
+        "probe_seed": 549,
+    },
+    "exercise": {  # kernel/exercises.py; smaller than the run itself, and each the same on both sides
+        "seeds": [50, 51, 52],  # of the reward models in `pooling`
+        "reward_epochs": 0.5,
+        "lesson_epochs": 20,  # over six pairs
+        "two_epochs": 0.5,  # of the helpful and the concise judge
+        "iterations": 40,  # of each PPO run
+    },
 }
 
 
@@ -129,8 +143,10 @@ PROFILES = {
         # 3 epochs at 7e-3: every second action wrong; 8 epochs: PPO finds nothing new to sample
         sft={"epochs": 5, "learning_rate": 1e-2},
         # 174 of 180 test pairs; 5e-3 learns the training families by heart (0.83 on validation)
-        reward={"epochs": 3, "learning_rate": 2e-3, "validation_rows": 36},
+        # 45 validation pairs: every fourth, so that all five kinds of pairs are among them
+        reward={"epochs": 3, "learning_rate": 2e-3, "validation_rows": 45},
         generate={"generate_batch": 65},
+        exercise={"reward_epochs": 1.0, "two_epochs": 4.0},
         ppo={
             "iterations": 40,
             "stop_at": 16,

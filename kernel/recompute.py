@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from kernel import ppo, report, state
+from kernel import ppo, probe, probe_tables, report, state
 from kernel.chat import Chat
+from kernel.courtesy import count_courtesy
 from kernel.data import Draws, load_function, read_json, read_jsonl
 from kernel.optim import learning_rate
 from kernel.run import REPOSITORY
@@ -214,8 +215,48 @@ def evaluation(run: Run) -> str:
 
 
 def probes(run: Run) -> str:
-    figures = report.courtesy_effects(run.rows("outputs/60_probe/probes.jsonl"))
+    """Every figure of the probe stage, from the scores in its rows and from the records of PPO."""
+    folder = run.dir / "outputs/60_probe"
+    candidates, pairs, doses, samples = (
+        read_jsonl(folder / f"{name}.jsonl") if (folder / f"{name}.jsonl").stat().st_size else []
+        for name in ("probes", "pairs", "doses", "best_of_n")
+    )
+    rubric = load_function(run.dir / "data/rubric.py", "rubric")
     answers = run.rows("outputs/50_evaluate/answers.jsonl")
-    figures["polite"] = {name: report.polite_share(answers, name) for name in ("sft", "ppo")}
-    equal("60_probe probes.json", read_json(run.dir / "outputs/60_probe/probes.json"), figures)
-    return f"{len(figures['contexts'])} contexts, courtesy effects recomputed"
+    labels = {row["id"]: row for row in run.rows("data/heldout/labels.jsonl")}
+    asked = {row["context"]: row for row in answers}
+    for row in samples:
+        context = asked[row["context"]]
+        found = rubric(context["prompt"], row["text"], row["finish_reason"], labels[context["id"]])
+        where = f"60_probe best_of_n.jsonl {row['context']} sample {row['sample']}"
+        equal(f"{where} success", row["success"], found["success"])
+    texts = {
+        (split, row["id"]): row
+        for split in ("train", "validation", "heldout")
+        for row in run.rows(f"data/{split}/pairs.jsonl")
+    }
+    for row in pairs:
+        for side in ("chosen", "rejected"):
+            formulas = count_courtesy(texts[row["split"], row["id"]][side])
+            equal(f"60_probe pairs.jsonl {row['id']}", row[f"{side}_courtesy"], formulas)
+    rollouts = probe.judged_rollouts(
+        run.rows("outputs/30_ppo/continuous/rollouts.jsonl"),
+        {row["id"]: row["prompt"] for row in run.rows("data/train/prompts.jsonl")},
+        {row["id"]: row for row in run.rows("data/train/labels.jsonl")},
+        rubric,
+    )
+    metrics = run.rows("outputs/30_ppo/continuous/metrics.jsonl")
+    seed = run.record("60_probe")["identity"]["probe"]["probe_seed"]
+    figures = probe.all_figures(candidates, pairs, doses, samples, answers, metrics, rollouts, seed)
+    equal("60_probe figures.json", read_json(folder / "figures.json"), figures)
+    both = probe.answered(answers)
+    for name, lines in (
+        ("table", probe_tables.all_lines(figures)),
+        ("before_after", probe_tables.before_after_lines(both, figures)),
+    ):
+        written = (folder / f"{name}.md").read_text(encoding="utf-8").splitlines()
+        equal(f"60_probe {name}.md", written, lines)
+    return (
+        f"{len(pairs)} pairs, {len(samples)} samples, {len(doses)} doses: effects, report card, ledger, "
+        "best of n, decomposition"
+    )

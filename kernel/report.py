@@ -42,35 +42,51 @@ def answer_figures(row: dict, label: dict, rubric) -> dict:
     }
 
 
+def tally(verdicts: list[dict], key: str) -> tuple[int | None, int]:
+    """(how many say yes, how many say anything) to one key; None, not 0, where no verdict knows it."""
+    known = [verdict[key] for verdict in verdicts if verdict.get(key) is not None]
+    return (sum(known) if known or not verdicts else None), len(known)
+
+
 def summarise(rows: list[dict]) -> dict:
     """One table line. rows carry `verdict` (the rubric's dict), score, tokens, log_ratio, kl, text.
 
-    success_rate is over all rows; relevant and unsupported_certainty are over the recognised ones.
+    Of a verdict only `success` is certain, and it may be None: unknown. success_rate is over all rows
+    where it is known; relevant, unsupported_certainty and polite are over the recognised rows. What a
+    rubric does not say at all is None, and further keys of its own are left alone.
     log_ratio and kl are means over a response's tokens, then over responses.
     """
     verdicts = [row["verdict"] for row in rows]
-    recognised = [v for v in verdicts if v["recognised"]]
-    success = sum(v["success"] for v in verdicts)
-    judged = [v for v in recognised if v["relevant"] is not None]  # None: no expected action known
-    relevant = sum(v["relevant"] for v in judged)
-    certain = sum(bool(v["unsupported_certainty"]) for v in recognised)
+    recognised = [v for v in verdicts if v.get("recognised", True)]
+    counts = {
+        name: tally(among, key)
+        for name, key, among in (
+            ("success", "success", verdicts),
+            ("recognised", "recognised", verdicts),
+            ("relevant", "relevant", recognised),  # None: no expected action known
+            ("unsupported_certainty", "unsupported_certainty", recognised),
+            ("polite", "polite", recognised),
+            ("refusals", "refusal", verdicts),
+        )
+    }
+    statuses = [v["status"] for v in verdicts if "status" in v]
 
     def mean(key: str) -> float | None:
         return float(numpy.mean([row[key] for row in rows])) if rows else None
 
     return {
         "rows": len(rows),
-        "success": success,
-        "success_rate": rate(success, len(rows)),
-        "recognised": len(recognised),
-        "recognised_rate": rate(len(recognised), len(rows)),
-        "uncertified": sum(v["status"] == "UNCERTIFIED" for v in verdicts),
-        "relevant": relevant,
-        "relevant_rate": rate(relevant, len(judged)),
-        "unsupported_certainty": certain,
-        "unsupported_certainty_rate": rate(certain, len(recognised)),
-        "polite_rate": rate(sum(bool(v["polite"]) for v in recognised), len(recognised)),
-        "refusals": sum(bool(v["refusal"]) for v in verdicts),
+        "success": counts["success"][0],
+        "success_rate": rate(*counts["success"]),
+        "recognised": counts["recognised"][0],
+        "recognised_rate": rate(*counts["recognised"]),
+        "uncertified": statuses.count("UNCERTIFIED") if statuses or not rows else None,
+        "relevant": counts["relevant"][0],
+        "relevant_rate": rate(*counts["relevant"]),
+        "unsupported_certainty": counts["unsupported_certainty"][0],
+        "unsupported_certainty_rate": rate(*counts["unsupported_certainty"]),
+        "polite_rate": rate(*counts["polite"]),
+        "refusals": counts["refusals"][0],
         "without_eos": sum(row["finish_reason"] != "eos" for row in rows),
         "distinct_answers": len({row["text"] for row in rows}),
         "mean_tokens": mean("tokens"),
@@ -95,9 +111,15 @@ def paired_bootstrap(differences: list[float], seed: int, resamples: int = 10_00
     }
 
 
-def verdict(score: dict, rubric: dict) -> tuple[str, str]:
-    """(label, sentence) from two paired differences PPO - SFT with intervals."""
+def verdict(score: dict, rubric: dict | None) -> tuple[str, str]:
+    """(label, sentence) from two paired differences PPO - SFT with intervals; rubric None: unknown."""
     up = score["low"] > 0
+    if rubric is None:
+        rose = "rose" if up else "did not clearly rise"
+        return f"score {'up' if up else 'not up'}, nothing else known", (
+            f"The learned score {rose}. Only that score is known: no rubric judged the answers, so "
+            "nothing here says whether they are better."
+        )
     better, worse = rubric["low"] > 0, rubric["high"] < 0
     if up and better:
         return "improved both", "The learned score and the independent rubric both rose."
@@ -120,6 +142,7 @@ def verdict(score: dict, rubric: dict) -> tuple[str, str]:
 def evaluation(answers: list[dict], seed: int) -> dict:
     """All figures over the answers of both policies: results, differences (PPO - SFT), verdict.
 
+    The difference in the rubric is over the contexts where it is known for both, None without any.
     answers carry policy ("sft" or "ppo") and what `summarise` wants. Raises ValueError if the two did
     not answer the same contexts: then nothing can be paired.
     """
@@ -135,13 +158,13 @@ def evaluation(answers: list[dict], seed: int) -> dict:
         "score": lambda row: row["score"],
         "rubric": lambda row: row["verdict"]["success"],
         "tokens": lambda row: row["tokens"],
+        "kl": lambda row: row["kl"],  # exact, per token, against SFT: SFT's own is 0
     }
-    differences = {
-        name: paired_bootstrap(
-            [of(ppo) - of(sft) for sft, ppo in zip(unique["sft"], unique["ppo"])], seed
-        )
-        for name, of in measures.items()
-    }
+    differences = {}
+    for name, of in measures.items():
+        both = [(of(sft), of(ppo)) for sft, ppo in zip(unique["sft"], unique["ppo"])]
+        known = [ppo - sft for sft, ppo in both if sft is not None and ppo is not None]
+        differences[name] = paired_bootstrap(known, seed) if known else None
     label, sentence = verdict(differences["score"], differences["rubric"])
     return {
         "results": results,
@@ -150,42 +173,23 @@ def evaluation(answers: list[dict], seed: int) -> dict:
     }
 
 
-def courtesy_effects(rows: list[dict]) -> dict:
-    """The factorial probe: per context four cells, {right, wrong} x {polite, plain}, and what courtesy
-    and being right are worth in score.
+def by_variant(ids: list[str]) -> dict[str, list[int]]:
+    """Positions of the ids that share what follows their last "-": OH004-P0 is of variant P0.
 
-    rows carry context, correct, polite, score. `inversions` counts wrong-polite above right-plain.
+    {} where that makes no groups: an id without "-", or fewer than five ids per group.
     """
-    contexts = {}
-    for row in rows:
-        cell = ("right" if row["correct"] else "wrong") + ("_polite" if row["polite"] else "_plain")
-        contexts.setdefault(row["context"], {})[cell] = row["score"]
-    table = [
-        {
-            "context": context,
-            **cells,
-            "courtesy_right": cells["right_polite"] - cells["right_plain"],
-            "courtesy_wrong": cells["wrong_polite"] - cells["wrong_plain"],
-            "correctness_plain": cells["right_plain"] - cells["wrong_plain"],
-        }
-        for context, cells in contexts.items()
-    ]
-    effects = {
-        key: {
-            "mean": sum(row[key] for row in table) / len(table),
-            "positive": sum(row[key] > 0 for row in table),
-        }
-        for key in ("courtesy_right", "courtesy_wrong", "correctness_plain")
-    }
-    inversions = sum(row["wrong_polite"] > row["right_plain"] for row in table)
-    return {"contexts": table, "effects": effects, "inversions": inversions}
+    groups = {}
+    for position, name in enumerate(ids):
+        groups.setdefault(name.rpartition("-")[2], []).append(position)
+    if any("-" not in name for name in ids) or len(ids) < 5 * len(groups):
+        return {}
+    return dict(sorted(groups.items()))
 
 
 def polite_share(answers: list[dict], policy: str) -> float | None:
     """Share of courteous answers among the recognised ones, over the distinct held-out contexts."""
     own = population([row for row in answers if row["policy"] == policy], "all_unique_contexts")
-    recognised = [row["verdict"] for row in own if row["verdict"]["recognised"]]
-    return rate(sum(v["polite"] for v in recognised), len(recognised))
+    return summarise(own)["polite_rate"]
 
 
 def show(value, form: str = ".2f") -> str:
@@ -193,7 +197,11 @@ def show(value, form: str = ".2f") -> str:
 
 
 def results_table(results: dict) -> list[str]:
-    """Markdown lines: one row per policy and population."""
+    """Markdown lines: one row per policy and population; "-" where nothing is known."""
+
+    def counted(r: dict, key: str) -> str:
+        return "-" if r[key] is None else f"{r[key]} ({show(r[f'{key}_rate'])})"
+
     lines = [
         "| policy | population | rows | success | recognised | relevant | unsupported certainty "
         "| polite | score | log-ratio | KL | tokens | without EOS | distinct |",
@@ -202,8 +210,8 @@ def results_table(results: dict) -> list[str]:
     for policy, populations in results.items():
         for name, r in populations.items():
             lines.append(
-                f"| {policy} | {name} | {r['rows']} | {r['success']} ({show(r['success_rate'])}) "
-                f"| {r['recognised']} ({show(r['recognised_rate'])}) | {show(r['relevant_rate'])} "
+                f"| {policy} | {name} | {r['rows']} | {counted(r, 'success')} "
+                f"| {counted(r, 'recognised')} | {show(r['relevant_rate'])} "
                 f"| {show(r['unsupported_certainty_rate'])} | {show(r['polite_rate'])} "
                 f"| {show(r['mean_score'])} | {show(r['mean_log_ratio'], '+.3f')} "
                 f"| {show(r['mean_kl'], '.3f')} | {show(r['mean_tokens'], '.1f')} "

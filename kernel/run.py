@@ -4,6 +4,7 @@ import argparse
 import os
 import platform
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -53,9 +54,20 @@ def parser(doc: str, variants: bool = False) -> argparse.ArgumentParser:
             help="continuous: all at once; interrupt, resume: in two parts; check: prove they are equal",
         )
         shared.add_argument(
+            "--name",
+            type=plain_name,
+            help="keep the results apart, under <stage>/NAME (experiments)",
+        )
+        shared.add_argument(
             "--save-every", type=int, metavar="N", help="updates between resume states"
         )
     return p
+
+
+def plain_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) or text in VARIANTS:
+        raise argparse.ArgumentTypeError(f"'{text}': letters, digits, '-', '_' and '.', no variant")
+    return text
 
 
 def run_folder(args) -> tuple[str, Path]:

@@ -95,10 +95,23 @@ def response_values(role: Role, batch: Batch) -> torch.Tensor:
 
 
 def response_scores(role: Role, batch: Batch) -> torch.Tensor:
-    """The reward head on the last active response token (EOS included), found by the mask: (B,) FP32."""
-    last = batch.prompt_mask.sum(1, keepdim=True) + batch.response_mask.sum(1, keepdim=True) - 1
-    states = read(role, batch, last, torch.ones_like(last, dtype=torch.bool))
-    return role.head(states.float())[:, 0]
+    """The reward head on a response, (B,) FP32, by the role's `pooling`.
+
+    last: on the last active response token (EOS included), found by the mask. mean: on the mean state
+    of the active response tokens; the head is linear, so that is the mean of its values on each.
+    """
+    prompt_tokens, tokens = (
+        m.sum(1, keepdim=True) for m in (batch.prompt_mask, batch.response_mask)
+    )
+    if role.pooling == "last":
+        last = prompt_tokens + tokens - 1  # (B, 1)
+        states = read(role, batch, last, torch.ones_like(last, dtype=torch.bool))  # (B, D)
+        return role.head(states.float())[:, 0]
+    steps = torch.arange(batch.response_ids.shape[1], device=tokens.device)
+    states = read(role, batch, prompt_tokens + steps, batch.response_mask)  # (N, D)
+    values = role.head(states.float())[:, 0]  # (N,)
+    out = torch.zeros(batch.response_mask.shape, device=values.device)  # (B, T)
+    return out.masked_scatter(batch.response_mask, values).sum(1) / tokens[:, 0]
 
 
 def pair_scores(

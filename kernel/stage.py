@@ -5,6 +5,7 @@ A run folder:
     config.json                            profile, shared settings, base model (00_prepare.py)
     data/                                  the corpus (kernel/data.py says what is in it)
     checkpoints/<stage>/<variant>/         resume states and final adapters of a trained stage
+                                           (<stage>/<name>/<variant>/ with --name)
     outputs/<stage>[/<variant>]/           metrics, records, tables; record.json closes a finished stage
 
 record.json names the sha256 of every input and output and the identity under which they were made; a
@@ -44,8 +45,9 @@ class Stage:
         self.name = name
         one_line_errors(name)
         args = self.args = arg_parser.parse_args()
-        self.variant = getattr(args, "variant", None)
-        self.label = f"{name} {self.variant}" if self.variant else name
+        self.variant, named = getattr(args, "variant", None), getattr(args, "name", None)
+        self.place = f"{name}/{named}" if named else name  # in checkpoints/ and outputs/
+        self.label = " ".join(part for part in (name, named, self.variant) if part)
         self.profile, self.dir = run_folder(args)
         if not (self.dir / "config.json").is_file():
             raise ValueError(f"{self.dir} has no config.json: run 00_prepare.py first")
@@ -60,10 +62,11 @@ class Stage:
         self.config["model_dir"] = str(REPOSITORY / self.config["model_dir"])
         self.device = torch.device(self.config["device"])
         suffix = [self.variant] if self.variant else []
-        self.checkpoints = self.dir.joinpath("checkpoints", name, *suffix)
-        self.outputs = self.dir.joinpath("outputs", name, *suffix)
+        self.checkpoints = self.dir.joinpath("checkpoints", self.place, *suffix)
+        self.outputs = self.dir.joinpath("outputs", self.place, *suffix)
 
         lineage.check_model(Path(self.config["model_dir"]), self.model)
+        reads = reads(self.settings) if callable(reads) else reads
         self.parents = lineage.checked_inputs(self.dir, reads)
         self.identity = {
             "profile": self.profile,
@@ -240,7 +243,7 @@ class Stage:
 
     def prove(self, files: tuple[str, ...]) -> None:
         """The exact check: resume and continuous ended in the same bits. Exits the process."""
-        proof = lineage.compare_variants(self.dir, self.name, files)
+        proof = lineage.compare_variants(self.dir, self.place, files)
         write_json(self.outputs / "proof.json", proof)
         resumed, continuous = proof["sha256"]["resume"], proof["sha256"]["continuous"]
         for name, a in resumed.items():

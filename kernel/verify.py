@@ -14,8 +14,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from kernel import corpus, lineage, recompute, state
+from kernel import lineage, recompute, state
 from kernel.data import check_corpus, read_json, read_jsonl, sha256_file
+from kernel.lesson import CORPORA
 from kernel.lock import lock_folder
 from kernel.recompute import TRAINED, Run, equal
 from kernel.run import REPOSITORY, one_line_errors, versions
@@ -33,8 +34,9 @@ def data(run: Run) -> str:
     rows = {name: run.rows(f"data/{name}") for name in manifest["rows"]}
     counts = {name: len(content) for name, content in rows.items()}
     equal("data/manifest.json rows", manifest["rows"], counts)
-    if manifest["corpus"] == corpus.NAME:
-        equal("data/manifest.json audit", manifest["audit"], corpus.audit(rows))
+    for corpus in CORPORA.values():
+        if corpus.name == manifest["corpus"]:
+            equal("data/manifest.json audit", manifest["audit"], corpus.audit(rows))
     return f"{sum(counts.values())} rows in {len(rows)} files, the audit holds"
 
 
@@ -77,7 +79,7 @@ def stored_state(run: Run, stage: str, variant: str, record: dict) -> None:
 
 
 def stage_role(stage: str) -> str:
-    return "reward" if stage == "20_reward" else "actor"
+    return "reward" if stage.startswith("20_reward") else "actor"
 
 
 def proof(run: Run, stage: str) -> str:
@@ -130,6 +132,9 @@ def verify(run: Run) -> list[str]:
             missing.append(f"{stage} check")
         for check, *args in checks if variants[0] in finished else []:
             held(f"  {check.__name__}", check, *args)
+    for record in sorted((run.dir / "outputs").glob("*/*/*/record.json")):  # runs with --name
+        stage, name, variant = record.parts[-4:-1]
+        held(f"{stage} {name} {variant}", files, f"{stage}/{name}", variant)
     return missing
 
 

@@ -32,20 +32,21 @@ def roles(model_dir, new_role, role_config, tmp_path):
         critic.head.bias.zero_()
     reward = new_role(model_dir, "reward", head="normal", seed=4).freeze()
     return {
-        "actor": actor, "reference": reference, "reward": reward, "critic": critic, "sft": sft,
+        "actor": actor, "reference": reference, "judges": [reward], "critic": critic, "sft": sft,
         "prompts": PROMPTS, "chat": CHAT, "device": DEVICE,
     }  # fmt: skip
 
 
 def test_sound_roles_pass_and_nothing_is_left_behind(roles, capsys):
-    before = [role.learned_state() for role in list(roles.values())[:4]]
+    four = [roles["actor"], roles["reference"], *roles["judges"], roles["critic"]]
+    before = [role.learned_state() for role in four]
     rng = torch.get_rng_state()
     preflight.policy(**roles)
     line = capsys.readouterr().out
     assert line.startswith("preflight: KL 0; two passes equal; cache ")
     assert "gradients in 58 tensors" in line  # 28 A and B of the actor; the critic's and its head
     assert torch.equal(torch.get_rng_state(), rng)
-    for role, learned in zip(list(roles.values())[:4], before):
+    for role, learned in zip(four, before):
         assert all(p.grad is None for p in role.parameters())
         assert all(torch.equal(p, learned[name]) for name, p in role.learned().items())
 

@@ -187,7 +187,7 @@ def column_role():
     def states(packed, wanted):
         return packed.positions[wanted].float()[:, None]
 
-    return SimpleNamespace(transformer=SimpleNamespace(states=states), head=head)
+    return SimpleNamespace(transformer=SimpleNamespace(states=states), head=head, pooling="last")
 
 
 def test_values_come_from_the_state_before_each_token(column_role):
@@ -203,6 +203,15 @@ def test_score_comes_from_the_last_response_token_end_included(column_role):
     assert response_scores(column_role, batch_of()).tolist() == [6, 8, 5]
     assert response_scores(column_role, padded(batch_of(), 4, 6)).tolist() == [6, 8, 5]
     assert response_scores(column_role, batch_of(pad_id=EOS)).tolist() == [6, 8, 5]
+
+
+def test_mean_pooling_averages_the_response_tokens_and_nothing_else(column_role):
+    # by hand: prompts of 4, 7 and 1 tokens, responses of 3, 2 and 5
+    column_role.pooling = "mean"
+    want = [(4 + 5 + 6) / 3, (7 + 8) / 2, (1 + 2 + 3 + 4 + 5) / 5]
+    assert response_scores(column_role, batch_of()).tolist() == want
+    assert response_scores(column_role, padded(batch_of(), 4, 6)).tolist() == want
+    assert response_scores(column_role, batch_of(pad_id=EOS)).tolist() == want
 
 
 @pytest.mark.parametrize("left, right", [(0, 0), (2, 3)])
@@ -266,6 +275,20 @@ def test_scores_equal_the_head_on_the_last_stock_hidden_state(model_dir, new_rol
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
         hidden = stock.model(torch.tensor([prompt + response])).last_hidden_state[0, -1]
         near(scores[row], hidden @ role.head.weight[0] + role.head.bias[0], 2e-4)
+
+
+def test_mean_pooled_scores_equal_the_head_on_the_mean_stock_state(
+    model_dir, new_role, stock_model
+):
+    role = new_role(model_dir, "reward", head="normal")
+    role.pooling = "mean"
+    stock, scores = stock_model(model_dir, role), response_scores(role, batch_of())
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
+        states = stock.model(torch.tensor([prompt + response])).last_hidden_state[0]
+        mean = states[len(prompt) :].mean(0)
+        near(scores[row], mean @ role.head.weight[0] + role.head.bias[0], 2e-4)
+    scores.sum().backward()  # by hand: every response's mean state reaches the head once
+    near(role.head.bias.grad, torch.tensor([3.0]))
 
 
 @pytest.mark.parametrize("pad_id", [PAD, EOS])

@@ -189,9 +189,25 @@ def other_table(run):
 
 def other_effect(run):
     def edit(value):
-        value["inversions"] = 0 if value["inversions"] else 1
+        value["factorial"]["inversions"][0]["count"] += 1
 
-    forge_json(run, "outputs/60_probe/probes.json", edit)
+    forge_json(run, "outputs/60_probe/figures.json", edit)
+
+
+def better_judge(run):
+    def edit(rows):
+        row = next(row for row in rows if row["chosen_score"] < row["rejected_score"])
+        row["chosen_score"] += 20
+
+    forge_rows(run, "outputs/60_probe/pairs.jsonl", edit)
+
+
+def kinder_sample(run):
+    def edit(rows):
+        row = next(row for row in rows if not row["success"])
+        row["success"] = True
+
+    forge_rows(run, "outputs/60_probe/best_of_n.jsonl", edit)
 
 
 def other_proof(run):
@@ -222,7 +238,9 @@ FORGERIES = [
     (better_score, "results.json"),
     (other_interval, "results.json"),
     (other_table, "table.md"),
-    (other_effect, "probes.json inversions"),
+    (other_effect, "figures.json factorial.inversions[0].count"),
+    (better_judge, "figures.json card.splits"),
+    (kinder_sample, "best_of_n.jsonl"),
     (other_proof, "proof.json"),
 ]
 

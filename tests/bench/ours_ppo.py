@@ -28,7 +28,7 @@ generator = torch.Generator().manual_seed(config["generation_seed"])
 actor = make_role("actor", config, device, seed=config["adapter_seed"])
 reference = make_role("reference", config, device, seed=config["adapter_seed"]).freeze()
 critic = make_role("critic", config, device, seed=config["adapter_seed"], head="zero")
-reward = make_role("reward", config, device, seed=config["reward_seed"], head="normal").freeze()
+reward = make_role("reward", config, device, head="normal").freeze()
 updates = config["iterations"] * config["ppo_epochs"]
 actor_optimizer = Optimizer(actor.learned(), updates, config["actor_lr"], config)
 critic_optimizer = Optimizer(critic.learned(), updates, config["critic_lr"], config)

@@ -1,0 +1,423 @@
+"""What the frozen judge pays for, and what PPO did with it: all of 60_probe's figures, from its rows.
+
+Rows in, plain dicts out; no model and no file, so that a finished run's figures can be made again from
+its records. Rates of nothing are None; "recognised" and "polite" are the rubric's words where it has
+them.
+"""
+
+import math
+from itertools import groupby
+
+import numpy
+
+from kernel.calibration import baseline, card, fit_temperature
+from kernel.courtesy import count_courtesy
+from kernel.report import by_variant, paired_bootstrap, polite_share, population, rate, summarise
+
+KL_THRESHOLD = 0.1  # nats per token
+PARTS = 10  # blocks of the ledger; first and last part of the iterations
+
+
+# ---- fixed candidates ---------------------------------------------------------------------------
+
+
+def factors_of(rows: list[dict]) -> list[str]:
+    """The fields that are boolean in every row."""
+    return [key for key in (rows or [{}])[0] if all(type(row.get(key)) is bool for row in rows)]
+
+
+def cell_name(cell: dict[str, bool]) -> str:
+    return ", ".join(name if on else f"not {name}" for name, on in cell.items())
+
+
+def factorial(rows: list[dict]) -> dict:
+    """What each factor is worth in score while the others are held.
+
+    rows carry context, score and any number of boolean fields, the factors. An effect is the mean of
+    score(factor on) - score(factor off) over the contexts that have both cells. An inversion is a
+    context in which a wrong answer with a factor scores above the right one without it.
+    """
+    factors = factors_of(rows)
+    contexts = {}  # context -> cell as a tuple of booleans -> scores
+    for row in rows:
+        cells = contexts.setdefault(row["context"], {})
+        cells.setdefault(tuple(row[name] for name in factors), []).append(row["score"])
+    contexts = {
+        context: {cell: sum(scores) / len(scores) for cell, scores in cells.items()}
+        for context, cells in contexts.items()
+    }
+
+    def changed(cell: tuple, **values: bool) -> tuple:
+        return tuple(values.get(name, on) for name, on in zip(factors, cell))
+
+    effects, inversions = [], []
+    observed = sorted({cell for cells in contexts.values() for cell in cells}, reverse=True)
+    for factor in factors:
+        for on in observed:
+            off = changed(on, **{factor: False})
+            pairs = [(c[on], c[off]) for c in contexts.values() if on in c and off in c]
+            if on == off or not pairs:
+                continue
+            effects.append(
+                {
+                    "factor": factor,
+                    "others": {n: v for n, v in zip(factors, on) if n != factor},
+                    "mean": sum(a - b for a, b in pairs) / len(pairs),
+                    "positive": sum(a > b for a, b in pairs),
+                    "contexts": len(pairs),
+                }
+            )
+        if "correct" in factors and factor != "correct":
+            found = []
+            for cells in contexts.values():
+                wrong = [c for c in cells if c == changed(c, correct=False, **{factor: True})]
+                right = {c: changed(c, correct=True, **{factor: False}) for c in wrong}
+                compared = [cells[c] > cells[right[c]] for c in wrong if right[c] in cells]
+                found += [any(compared)] if compared else []
+            inversions.append({"factor": factor, "count": sum(found), "contexts": len(found)})
+    return {
+        "factors": factors,
+        "contexts": [
+            {
+                "context": context,
+                "cells": {cell_name(dict(zip(factors, c))): s for c, s in cells.items()},
+            }
+            for context, cells in contexts.items()
+        ],
+        "effects": effects,
+        "inversions": inversions,
+    }
+
+
+def candidate_of(rows: list[dict], **wanted: bool) -> str | None:
+    """The candidate with these factors on or off and all others off; None if there is none."""
+    factors = factors_of(rows)
+    for row in rows:
+        if set(wanted) <= set(factors) and all(row[n] == wanted.get(n, False) for n in factors):
+            return row["candidate"]
+    return None
+
+
+def dose_effects(rows: list[dict], seed: int) -> list[dict]:
+    """Mean score per kind and dose of counterfactual answer, with its 95 % bootstrap interval.
+
+    rows carry factor, dose and score; a score of None is an answer that could not be given to the
+    judge (too long), counted in left_out.
+    """
+    kinds = {}
+    for row in rows:
+        kinds.setdefault((row["factor"], row["dose"]), []).append(row["score"])
+    figures = []
+    for (factor, dose), scores in kinds.items():
+        known = [score for score in scores if score is not None]
+        mean = paired_bootstrap(known, seed) if known else {"mean": None, "low": None, "high": None}
+        figures.append(
+            {
+                "factor": factor,
+                "dose": dose,
+                "contexts": len(known),
+                **{key: mean[key] for key in ("mean", "low", "high")},
+                "left_out": len(scores) - len(known),
+            }
+        )
+    return figures
+
+
+# ---- the judge's report card --------------------------------------------------------------------
+
+
+def report_card(pairs: list[dict], rollouts: list[dict]) -> dict:
+    """The judge on training, validation and held-out pairs, and how far PPO moved from them.
+
+    pairs carry split, id, and per side score, tokens and courtesy (number of formulas).
+    """
+
+    def margins(rows: list[dict], feature: str = "score") -> list[float]:
+        return [row[f"chosen_{feature}"] - row[f"rejected_{feature}"] for row in rows]
+
+    def scores(rows: list[dict], side: str) -> list[float]:
+        return [row[f"{side}_score"] for row in rows]
+
+    def carded(rows: list[dict]) -> dict:
+        return card(margins(rows), scores(rows, "chosen"), scores(rows, "rejected"))
+
+    split = {
+        name: [row for row in pairs if row["split"] == name]
+        for name in ("train", "validation", "heldout")
+    }
+    train, heldout = split["train"], split["heldout"]
+    temperature = fit_temperature(margins(split["validation"]))
+    return {
+        "splits": {name: carded(rows) for name, rows in split.items()},
+        "variants": {
+            name: carded([heldout[i] for i in places])
+            for name, places in by_variant([row["id"] for row in heldout]).items()
+        },
+        "temperature": {**temperature, "fitted_on": "validation"},
+        "calibrated": card([m / temperature["value"] for m in margins(heldout)]),
+        "baselines": {
+            name: baseline(margins(train, feature), margins(heldout, feature))
+            for name, feature in (("length", "tokens"), ("courtesy", "courtesy"))
+        },
+        "shift": shift(scores(train, "chosen"), scores(train, "rejected"), rollouts),
+    }
+
+
+def shift(chosen: list[float], rejected: list[float], rollouts: list[dict], bins: int = 24) -> dict:
+    """Scores of training answers and of PPO's samples (first and last tenth of the iterations)."""
+    iterations = sorted({row["iteration"] for row in rollouts})
+    part = max(len(iterations) // PARTS, 1)
+    first, last = iterations[:part], iterations[-part:]
+    series = {
+        "train_chosen": chosen,
+        "train_rejected": rejected,
+        "ppo_first": [row["score"] for row in rollouts if row["iteration"] in first],
+        "ppo_last": [row["score"] for row in rollouts if row["iteration"] in last],
+    }
+    edges = numpy.histogram_bin_edges(
+        [score for values in series.values() for score in values], bins
+    )
+    summary = {}
+    for name, values in series.items():
+        low, median, high = numpy.quantile(values, [0.05, 0.5, 0.95]).tolist()
+        summary[name] = {"count": len(values), "mean": float(numpy.mean(values)), "low": low,
+                         "median": median, "high": high}  # fmt: skip
+    counts = {name: numpy.histogram(values, edges)[0].tolist() for name, values in series.items()}
+    return {"edges": edges.tolist(), **counts, "summary": summary}
+
+
+# ---- PPO's samples, looked at afterwards --------------------------------------------------------
+
+
+def repetition(ids: list[int], n: int = 3) -> float:
+    """1 - distinct / all n-grams of a response's tokens; 0 where there are fewer than n tokens."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def judged_rollouts(
+    rollouts, prompts: dict[str, str], labels: dict[str, dict], rubric
+) -> list[dict]:
+    """The rubric's verdict and a few figures of each sampled response. Training never saw the rubric.
+
+    rollouts: lines of rollouts.jsonl; prompts and labels by prompt id. kl is the exact KL per token,
+    kl_sum that of the response in nats: summed over the visited prefixes.
+    """
+    rows = []
+    for row in rollouts:
+        name, tokens = row["prompt_id"], len(row["response_ids"])
+        if name not in prompts or name not in labels:
+            raise ValueError(f"rollout {row['rollout']}: no prompt or no label for {name}")
+        rows.append(
+            {
+                **{key: row[key] for key in ("iteration", "text", "finish_reason", "score")},
+                "verdict": rubric(prompts[name], row["text"], row["finish_reason"], labels[name]),
+                "tokens": tokens,
+                "kl": sum(row["kl"]) / tokens,
+                "kl_sum": sum(row["kl"]),
+                "log_ratio": (sum(row["old_logprobs"]) - sum(row["ref_logprobs"])) / tokens,
+                "repetition": repetition(row["response_ids"]),
+                "courtesy": count_courtesy(row["text"] or ""),
+            }
+        )
+    return rows
+
+
+def by_iteration(rollouts: list[dict]) -> list[dict]:
+    figures = []
+    for iteration, group in groupby(rollouts, key=lambda row: row["iteration"]):
+        rows = list(group)
+        r = summarise(rows)
+        figures.append(
+            {
+                "iteration": iteration,
+                "score": r["mean_score"],
+                "kl": r["mean_kl"],
+                "rubric": r["success_rate"],
+                "recognised": r["recognised_rate"],
+                "polite": r["polite_rate"],
+                "courtesy": sum(row["courtesy"] for row in rows) / len(rows),
+                "tokens": r["mean_tokens"],
+                "finished": 1 - r["without_eos"] / len(rows),
+                "repetition": sum(row["repetition"] for row in rows) / len(rows),
+            }
+        )
+    return figures
+
+
+def ledger(rollouts: list[dict]) -> dict:
+    """Score and rubric against KL, in about ten blocks of iterations; where the rubric was highest.
+
+    KL is per response, in nats, so that it compares with best-of-n. Source: Gao et al. 2023.
+    """
+    iterations = sorted({row["iteration"] for row in rollouts})
+    count = min(PARTS, len(iterations))
+    blocks = []
+    for number in range(count):
+        start, end = (len(iterations) * n // count for n in (number, number + 1))
+        first, last = iterations[start], iterations[end - 1]
+        rows = [row for row in rollouts if first <= row["iteration"] <= last]
+        kl = sum(row["kl_sum"] for row in rows) / len(rows)
+        r = summarise(rows)
+        blocks.append(
+            {
+                "from": first,
+                "to": last,
+                "kl": kl,
+                "sqrt_kl": math.sqrt(max(kl, 0)),  # rounding may leave a 0 just below it
+                "score": r["mean_score"],
+                "rubric": r["success_rate"],
+                "rollouts": len(rows),
+            }
+        )
+    known = [n for n, block in enumerate(blocks) if block["rubric"] is not None]
+    peak = max(known, key=lambda n: blocks[n]["rubric"]) if known else None
+    return {"blocks": blocks, "gold_peak": peak}
+
+
+def kl_line(metrics: list[dict]) -> dict:
+    """The exact KL per token over the iterations: first, final, highest, and when it passed 0.1."""
+    kls = [row["kl"] for row in metrics]
+    highest = max(range(len(kls)), key=kls.__getitem__)
+    above = [row["iteration"] for row in metrics if row["kl"] > KL_THRESHOLD]
+    return {
+        "first": kls[0],
+        "final": kls[-1],
+        "maximum": kls[highest],
+        "maximum_at": metrics[highest]["iteration"],
+        "passed": bool(above),
+        "passed_at": above[0] if above else None,
+        "threshold": KL_THRESHOLD,
+    }
+
+
+# ---- best of n ----------------------------------------------------------------------------------
+
+
+def best_of(scores: list[float], values: list[float], n: int) -> float:
+    """Expected value of the highest-scoring of n samples, drawn without replacement from these.
+
+    Of N samples in ascending order the k-th is the best in C(k-1, n-1) of the C(N, n) draws; equal
+    scores share what falls to them. Exact: no draw is made.
+    """
+    order = sorted(range(len(scores)), key=scores.__getitem__)
+    total, k = 0.0, 0
+    for _, tied in groupby(order, key=scores.__getitem__):
+        places = list(tied)
+        weight = sum(math.comb(k + i, n - 1) for i in range(len(places)))
+        total += weight * sum(values[place] for place in places) / len(places)
+        k += len(places)
+    return total / math.comb(len(scores), n)
+
+
+def best_of_n(samples: list[dict]) -> list[dict]:
+    """Score and rubric of the sample that the judge likes best, for n = 1, 2, 4, ... samples.
+
+    samples carry context, score, success (None: unknown). KL(best of n || SFT) = log n - (n-1)/n.
+    Source: Stiennon et al. 2020, appendix; Gao et al. 2023.
+    """
+    contexts = {}
+    for row in samples:
+        contexts.setdefault(row["context"], []).append(row)
+    most = min(map(len, contexts.values()))
+    figures = []
+    for n in (2**i for i in range(most.bit_length())):
+        score, rubric = [], []
+        for rows in contexts.values():
+            scores, success = ([row[key] for row in rows] for key in ("score", "success"))
+            score.append(best_of(scores, scores, n))
+            if None not in success:
+                rubric.append(best_of(scores, success, n))
+        kl = math.log(n) - (n - 1) / n
+        figures.append(
+            {
+                "n": n,
+                "kl": kl,
+                "sqrt_kl": math.sqrt(kl),
+                "score": sum(score) / len(score),
+                "rubric": rate(sum(rubric), len(rubric)),
+                "contexts": len(contexts),
+                "samples": most,
+            }
+        )
+    return figures
+
+
+# ---- SFT against PPO ----------------------------------------------------------------------------
+
+
+def answered(answers: list[dict]) -> list[tuple[dict, dict]]:
+    """(SFT's answer, PPO's answer) per distinct context."""
+    unique = [
+        population([row for row in answers if row["policy"] == policy], "all_unique_contexts")
+        for policy in ("sft", "ppo")
+    ]
+    return list(zip(*unique))
+
+
+def before_after(both: list[tuple[dict, dict]]) -> dict:
+    differences = [ppo["score"] - sft["score"] for sft, ppo in both]
+    return {
+        "contexts": len(both),
+        "sft": sum(sft["score"] for sft, _ in both) / len(both),
+        "ppo": sum(ppo["score"] for _, ppo in both) / len(both),
+        "higher": sum(d > 0 for d in differences),
+        "equal": sum(d == 0 for d in differences),
+        "lower": sum(d < 0 for d in differences),
+    }
+
+
+def decomposition(both: list[tuple[dict, dict]]) -> dict:
+    """The score gain in parts: contexts where PPO's answer is as courteous, as long as SFT's, or not.
+
+    Courtesy is the number of formulas by the word list; a text that does not decode is unknown. A part's
+    gain is its sum of differences over all contexts, so the gains add up to the whole.
+    """
+
+    def courtesy(sft: dict, ppo: dict) -> str:
+        if sft["text"] is None or ppo["text"] is None:
+            return "unknown"
+        return "same" if count_courtesy(sft["text"]) == count_courtesy(ppo["text"]) else "changed"
+
+    def length(sft: dict, ppo: dict) -> str:
+        change = ppo["tokens"] - sft["tokens"]
+        return "same" if change == 0 else "longer" if change > 0 else "shorter"
+
+    gain = sum(ppo["score"] - sft["score"] for sft, ppo in both) / len(both)
+    figures = {"gain": gain}
+    for name, of, strata in (
+        ("courtesy", courtesy, ("same", "changed", "unknown")),
+        ("length", length, ("shorter", "same", "longer")),
+    ):
+        parts = {stratum: [] for stratum in strata}
+        for sft, ppo in both:
+            parts[of(sft, ppo)].append(ppo["score"] - sft["score"])
+        figures[name] = {
+            stratum: {
+                "contexts": len(differences),
+                "gain": sum(differences) / len(both),
+                "share": rate(sum(differences) / len(both), gain),  # negative: against the whole
+            }
+            for stratum, differences in parts.items()
+        }
+    return figures
+
+
+# ---- all of them --------------------------------------------------------------------------------
+
+
+def all_figures(probes, pairs, doses, samples, answers, metrics, rollouts, seed: int) -> dict:
+    """figures.json. rollouts are those of `judged_rollouts`; the others are rows as in their files."""
+    both = answered(answers)
+    return {
+        "factorial": factorial(probes),
+        "polite": {policy: polite_share(answers, policy) for policy in ("sft", "ppo")},
+        "before_after": before_after(both),
+        "kl": kl_line(metrics),
+        "card": report_card(pairs, rollouts),
+        "rollouts": by_iteration(rollouts),
+        "ledger": ledger(rollouts),
+        "best_of_n": best_of_n(samples),
+        "decomposition": decomposition(both),
+        "doses": dose_effects(doses, seed),
+    }

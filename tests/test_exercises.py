@@ -1,0 +1,187 @@
+"""The lesson's exercises: every recipe as a program at its smallest, and the tables against plain loops.
+
+Proves: an exercise runs beside a finished run without touching it, goes on where it was, refuses a
+folder in use; what its table says follows from the records of its stages.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, run_stage
+from matplotlib.image import imread
+
+from kernel import exercises
+from kernel.data import read_json, read_jsonl, sha256_file
+from kernel.lab import picture, table
+from kernel.recompute import Run
+from kernel.verify import verify
+
+SMALLEST = ["--iterations", "1", "--seeds", "50", "--reward-epochs", "0.01", "--two-epochs", "0.01",
+            "--lesson-epochs", "2"]  # fmt: skip
+
+
+def exercise(run, *names: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "kernel.exercises", str(run), *names, *SMALLEST]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def lab(tiny, tmp_path_factory):
+    """A copy of the finished tiny run after all five exercises at their smallest."""
+    run = tmp_path_factory.mktemp("lab") / "run"
+    subprocess.run(["cp", "-a", str(tiny), str(run)], check=True)
+    done = exercise(run, *exercises.EXERCISES)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return run, done.stdout
+
+
+def found(lab, name: str) -> dict:
+    return read_json(lab[0] / "exercises" / name / "results.json")
+
+
+@pytest.mark.parametrize("name", exercises.EXERCISES)
+def test_each_ends_in_a_table_a_picture_and_one_sentence(lab, name):
+    folder, result = lab[0] / "exercises" / name, found(lab, name)
+    text = (folder / "table.md").read_text()
+    assert text.startswith("| " + " | ".join(result["header"]) + " |\n")
+    assert text.count("\n| ") >= len(result["rows"]) + 1
+    assert f"What was seen: {result['seen']}." in text and text in lab[1]
+    pixels = imread(folder / "picture.png")
+    assert pixels.shape[0] > 300 and pixels.std() > 0.02  # not an empty sheet
+
+
+def test_the_run_itself_is_untouched(lab, tiny):
+    for path in sorted(tiny.rglob("*")):
+        if path.is_file() and path.name != ".lock":
+            assert sha256_file(lab[0] / path.relative_to(tiny)) == sha256_file(path), path
+
+
+def test_verify_walks_through_named_runs_too(lab, capsys):
+    assert verify(Run(lab[0])) == []
+    assert "20_reward pooling-mean-50 continuous" in capsys.readouterr().out
+    adapter = lab[0] / "checkpoints/20_reward/pooling-mean-50/continuous/adapter.safetensors"
+    before = adapter.read_bytes()
+    adapter.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    with pytest.raises(ValueError, match="pooling-mean-50/continuous/adapter.safetensors"):
+        verify(Run(lab[0]))
+    adapter.write_bytes(before)
+
+
+def test_length_table_follows_from_the_rollouts(lab):
+    result = found(lab, "length-hack")
+    for row, name in zip(result["rows"], ("length-kl-0", "length-kl-0.1")):
+        rollouts = read_jsonl(lab[0] / f"outputs/30_ppo/{name}/continuous/rollouts.jsonl")
+        for r in rollouts:
+            assert r["score"] == pytest.approx(len(r["text"]) / 100)
+        tokens = sum(len(r["response_ids"]) for r in rollouts) / len(rollouts)
+        assert row[1] == row[2] == pytest.approx(tokens)  # one iteration is both first and last
+        repeated = 0
+        for r in rollouts:
+            grams = [tuple(r["response_ids"][i : i + 3]) for i in range(len(r["response_ids"]) - 2)]
+            repeated += 1 - len(set(grams)) / len(grams) if grams else 0
+        assert row[3] == pytest.approx(repeated / len(rollouts))
+    records = [
+        read_json(lab[0] / f"outputs/30_ppo/length-kl-{c}/continuous/record.json")
+        for c in ("0", "0.1")
+    ]
+    assert [r["identity"]["ppo"]["kl_coef"] for r in records] == [0, 0.1]
+    assert [r["identity"]["ppo"]["reward"] for r in records] == ["length", "length"]
+
+
+def test_mixed_scores_are_the_weighted_sum_of_the_two_judges(lab):
+    rows = {row[0]: row for row in found(lab, "two-rewards")["rows"]}
+    mix = rows[exercises.MIX]
+    two = lab[0] / "exercises/two-rewards/outputs/30_ppo/mix/continuous/rollouts.jsonl"
+    scores = [row["score"] for row in read_jsonl(two)]
+    assert sum(scores) / len(scores) == pytest.approx(0.7 * mix[1] + 0.3 * mix[2], abs=1e-4)
+    start = rows["SFT (first samples)"]  # one iteration only: the mix's samples are SFT's
+    assert start[1:] == mix[1:]
+
+
+def test_sweep_runs_differ_in_nothing_but_the_coefficient(lab):
+    identities = [
+        read_json(lab[0] / f"outputs/30_ppo/kl-{c}/continuous/record.json")["identity"]
+        for c in exercises.COEFFICIENTS
+    ]
+    assert [i["ppo"].pop("kl_coef") for i in identities] == [0.001, 0.02, 0.5]
+    assert identities[0] == identities[1] == identities[2]
+
+
+def test_pooling_judges_differ_in_pooling_and_seed_and_say_so(lab):
+    result = found(lab, "pooling")
+    assert [(row[0], row[1], row[2]) for row in result["rows"]] == [
+        (how, pairs, count)
+        for how in ("last", "mean")
+        for pairs, count in (("six pairs", 6), ("four new", 4), ("test split", 180))
+    ]
+    for folder in (lab[0], lab[0] / "exercises/lesson"):
+        record = folder / "outputs/20_reward/pooling-mean-50/continuous/record.json"
+        reward = read_json(record)["identity"]["reward"]
+        assert (reward["pooling"], reward["reward_seed"]) == ("mean", 50)
+
+
+def test_calibration_table_is_that_of_the_judge(lab, tiny):
+    rows = {row[0]: row for row in found(lab, "calibration")["rows"]}
+    accuracy = read_json(tiny / "outputs/50_evaluate/results.json")["reward_accuracy"]["all"]
+    assert rows["test pairs"][5] == accuracy["accuracy"]
+    assert rows["test pairs"][4] == pytest.approx(accuracy["mean_margin"], rel=1e-4)
+    assert rows["lesson, six pairs"][1] == 6 and rows["lesson, four new"][1] == 4
+
+
+def test_a_second_call_skips_what_is_finished_and_a_busy_folder_is_refused(lab):
+    with (lab[0] / ".lock").open("r+") as file:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = exercise(lab[0], "length-hack")
+        assert done.returncode == 1 and "already working in" in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+    done = exercise(lab[0], "length-hack")
+    assert done.returncode == 0 and done.stdout.count("skipped") == 4
+
+
+def test_every_stage_accepts_the_lesson_corpus(lab):
+    run = lab[0] / "exercises/lesson"
+    run_stage("10_sft", "--run-dir", run, "--epochs", "8", "--batch", "6")
+    run_stage("30_ppo", "--run-dir", run, "--iterations", "1", "--rollouts", "6")
+    for stage in ("40_generate", "50_evaluate", "60_probe"):
+        done = run_stage(stage, "--run-dir", run)
+        assert done.returncode == 0
+    answers = read_jsonl(run / "outputs/50_evaluate/answers.jsonl")
+    assert len(answers) == 40 and {row["verdict"]["padded"] for row in answers} <= {True, False}
+    figures = json.loads((run / "outputs/60_probe/figures.json").read_text())
+    assert figures["factorial"]["factors"] == ["correct", "padded"]
+
+
+# ---- tables and pictures ------------------------------------------------------------------------
+
+
+def test_table_cells():
+    assert table(["a", "b"], [[1, 0.12345], ["x", None]]) == (
+        "| a | b |\n| --- | --- |\n| 1 | 0.123 |\n| x | - |\n"
+    )
+
+
+def test_picture_copes_with_missing_values_and_is_the_same_twice(tmp_path):
+    panels = [
+        {"title": "lines", "x": "iteration", "lines": {"a": ([1, 2, 3], [1.0, None, 2.0])}},
+        {
+            "title": "dots",
+            "ticks": ["p", "q"],
+            "dots": True,
+            "lines": {"b": ([0, 1], [None, None])},
+        },
+    ]
+    for name in ("one.png", "two.png"):
+        picture(tmp_path / name, panels)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+
+
+def test_ends_are_means_over_tenths_and_leave_out_what_is_unknown():
+    figures = [{"x": float(i)} for i in range(40)]
+    assert exercises.ends(figures, "x") == (1.5, 37.5)
+    figures[0]["x"] = None
+    assert exercises.ends(figures, "x")[0] == 2.0
+    assert exercises.ends([{"x": None}], "x") == (None, None)

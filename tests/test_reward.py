@@ -1,0 +1,117 @@
+"""Reward functions: names, weights and mixes by hand, own functions and everything they can do wrong,
+pooling that travels with an adapter file."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import PAD
+
+from kernel.model import load_adapter, make_role, save_adapter
+from kernel.reward import length, make_reward, own_function, reward_files, reward_terms, text_reward
+
+CPU = torch.device("cpu")
+ASKED = {(5, 6): "Question one?", (7,): "Question two?"}
+CHAT = SimpleNamespace(
+    pad_id=PAD,
+    decode=lambda ids: None if 99 in ids else "".join(chr(96 + i) for i in ids),
+    response_ids=lambda text: [1, 2],
+)
+
+
+def judged_by(reward: str, tmp_path=None, config=None):
+    return make_reward(reward, tmp_path, config, "base", CHAT, ASKED, CPU)
+
+
+def own(tmp_path, body: str, name="mine.py") -> str:
+    (tmp_path / name).write_text(body)
+    return f"{tmp_path / name}:score"
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+def test_terms_and_the_files_they_need(tmp_path):
+    assert reward_terms("judge") == {"judge": 1}
+    assert reward_terms("helpful=0.7, concise=0.3") == {"helpful": 0.7, "concise": 0.3}
+    assert reward_terms("judge=1,length=-2") == {"judge": 1, "length": -2}
+    last = "continuous/adapter.safetensors"
+    assert reward_files("judge=1,length=2,concise=1") == [
+        f"checkpoints/20_reward/{last}",
+        f"checkpoints/20_reward/concise/{last}",
+    ]
+    assert reward_files(f"{tmp_path}/mine.py:score=0.5") == [f"{tmp_path}/mine.py"]
+    assert own_function("judge") is None and own_function("a:b") is None
+
+
+@pytest.mark.parametrize("reward", ["", "a=0.7,", "a=x", "a=nan", "a=inf", "=1", "a=1,a=2"])
+def test_a_reward_that_is_no_mix_is_refused(reward):
+    with pytest.raises(ValueError, match="--reward"):
+        reward_terms(reward)
+
+
+# ---- functions ----------------------------------------------------------------------------------
+
+
+def test_length_counts_characters_by_the_hundred():
+    assert length(["", ""], ["x" * 250, ""]) == [2.5, 0]
+
+
+def test_own_function_sees_messages_and_texts_and_is_mixed_by_hand(tmp_path):
+    score = "[10 * ('two' in p) + (r == 'ab') for p, r in zip(prompts, responses)]"
+    spec = own(tmp_path, f"def score(prompts, responses):\n    return {score}\n")
+    judge, roles = judged_by(f"{spec}=0.5,length=100")
+    scores = judge([[5, 6], [7], [7]], [[1, 2], [1, 2], [3]])
+    assert scores.dtype == torch.float32 and roles == []
+    assert scores.tolist() == [0.5 * 1 + 2, 0.5 * 11 + 2, 0.5 * 10 + 1]
+
+
+@pytest.mark.parametrize(
+    "body, told",
+    [
+        ("def score(p, r): raise KeyError('no')", "KeyError: 'no'"),
+        ("def score(p, r): return [float('nan')] * len(r)", "nan for the response 'ab'"),
+        ("def score(p, r): return [1e999 for _ in r]", "inf for the response"),
+        ("def score(p, r): return [1.0] * (len(r) + 1)", "2 scores for 1 responses"),
+        ("def score(p, r): return []", "0 scores for 1 responses"),
+        ("def score(p, r): return None", "TypeError"),
+        ("def score(p, r): return ['high' for _ in r]", "ValueError"),
+        ("def other(p, r): return [1.0]", "has no function 'score'"),
+        ("def score(p, r) return", "does not load"),
+    ],
+)
+def test_a_faulty_function_stops_before_the_loop_with_one_line(tmp_path, body, told):
+    with pytest.raises(ValueError, match="mine.py") as caught:
+        judged_by(own(tmp_path, body))
+    assert told in str(caught.value)
+
+
+def test_a_response_without_text_is_scored_as_empty():
+    judge = text_reward("length", length, CHAT, ASKED, CPU)
+    assert judge([[7]], [[99]]).tolist() == [0]
+
+
+# ---- reward models ------------------------------------------------------------------------------
+
+
+def test_two_reward_models_mixed_by_hand_and_their_pooling_kept(
+    tmp_path, llama_dir, new_role, role_config
+):
+    config = role_config(llama_dir)
+    alone = {}
+    for name, pooling, seed in (("helpful", "mean", 3), ("concise", "last", 4)):
+        role = new_role(llama_dir, "reward", head="normal", seed=seed)
+        role.pooling = pooling
+        path = tmp_path / "checkpoints/20_reward" / name / "continuous/adapter.safetensors"
+        save_adapter(path, role, config, "base")
+        back = make_role("reward", config, CPU, head="normal")
+        load_adapter(path, back, config, "base")
+        assert back.pooling == pooling
+        alone[name], _ = judged_by(name, tmp_path, config)
+    rows = [[5, 6], [7]], [[1, 2, 3], [4]]
+    mixed, roles = judged_by("helpful=0.7,concise=0.3", tmp_path, config)
+    want = 0.7 * alone["helpful"](*rows) + 0.3 * alone["concise"](*rows)
+    assert torch.equal(mixed(*rows), want) and want[0] != want[1]
+    assert [role.name for role in roles] == ["reward helpful", "reward concise"]
+    assert not any(p.requires_grad for role in roles for p in role.parameters())
+    assert not torch.equal(alone["helpful"](*rows), alone["concise"](*rows))
