@@ -42,7 +42,7 @@ The prompt is {prompt}.
 The answer follows directly and ends with token {eos_id}; trained were at most {response_limit} tokens.
 
 The score of an answer is the reward head, in FP32, on {pooling}.
-`input_ids` (1, length) are prompt, answer and end token without padding, the last `answer_tokens` of them
+`input_ids` (1, length) are prompt, answer and end token without padding; `answer_tokens` of them are
 answer and end token. The score has no unit and may be negative: only the difference between answers to
 one prompt says something.
 
@@ -72,16 +72,16 @@ Corpus {corpus}: {rows}.
 
 ## Limits
 
-- The score predicts the preferences in the pairs of this corpus. Those of OfficeHelpPrefs-v1 were made
+- The score predicts the preferences in the pairs of this corpus. Those of the built-in corpora were made
   by a rule: a simulated preference, nobody was asked. The score measures neither satisfaction nor
-  usefulness, and PPO was trained to raise it.
+  usefulness, and PPO was trained to raise it (or what its setting `reward` names instead).
 - The splits of OfficeHelpPrefs-v1 share actions and phrasing, so its held-out figures measure no
   generalisation to other requests.
 - Trained were single answers of at most {response_limit} tokens; all else is the base model's.
 
 ## Proof
 
-Each folder was read back and compared with the run's own roles, on the logits of the response tokens of
+Each folder was read back and compared with the run's own roles on a float32 base, at the tokens of
 greedy answers to four training prompts:
 
 {proofs}
