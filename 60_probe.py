@@ -19,13 +19,14 @@ not satisfaction, and a bias of the judge is not by itself proof that PPO used i
 and after stand beside it.
 
     python 60_probe.py
+    python 60_probe.py --design helpfulness    # only a document: how to collect and judge such pairs
 """
 
 import torch
 
 from kernel import run
 from kernel.chat import Chat
-from kernel.courtesy import count_courtesy, counterfactuals
+from kernel.courtesy import count_courtesy
 from kernel.data import (
     load_function,
     read_jsonl,
@@ -35,23 +36,30 @@ from kernel.data import (
     write_json,
     write_jsonl,
 )
+from kernel.ledger import judged_rollouts
 from kernel.model import fingerprint, load_adapter, make_role
-from kernel.probe import all_figures, answered, candidate_of, judged_rollouts
+from kernel.probe import all_figures, answered, dose_rows
 from kernel.probe_tables import all_lines, before_after_lines
 from kernel.rollout import as_lists, sample
 from kernel.score import learned_reward, pad_prompts, pair_scores
 from kernel.stage import Stage
 
 PROBES = "data/heldout/probes.jsonl"
-PAIRS = {split: f"data/{split}/pairs.jsonl" for split in ("train", "validation", "heldout")}
+PAIRS = {
+    "train": "data/train/pairs.jsonl",
+    "validation": "data/validation/pairs.jsonl",
+    "heldout": "data/heldout/pairs.jsonl",
+}
 PROMPTS = "data/train/prompts.jsonl"
-LABELS, TRAIN_LABELS = "data/heldout/labels.jsonl", "data/train/labels.jsonl"
+TRAIN_LABELS = "data/train/labels.jsonl"
+LABELS = "data/heldout/labels.jsonl"
 RUBRIC = "data/rubric.py"
-METRICS, ROLLOUTS = (f"outputs/30_ppo/continuous/{n}.jsonl" for n in ("metrics", "rollouts"))
+METRICS = "outputs/30_ppo/continuous/metrics.jsonl"
+ROLLOUTS = "outputs/30_ppo/continuous/rollouts.jsonl"
 ANSWERS = "outputs/50_evaluate/answers.jsonl"
 SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
 REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
-READS = [PROBES, *PAIRS.values(), PROMPTS, LABELS, TRAIN_LABELS, RUBRIC, METRICS, ROLLOUTS, ANSWERS,
+READS = [PROBES, *PAIRS.values(), PROMPTS, TRAIN_LABELS, LABELS, RUBRIC, METRICS, ROLLOUTS, ANSWERS,
          SFT, REWARD]  # fmt: skip
 WRITES = ["outputs/60_probe"]
 BATCH = 8  # pairs scored together
@@ -59,6 +67,18 @@ BATCH = 8  # pairs scored together
 # ---- flags, run folder and seeds ----------------------------------------------------------------
 
 parser = run.parser(__doc__)
+parser.add_argument(
+    "--design",
+    metavar="BEHAVIOUR",
+    help="write the plan of a reward model for helpfulness, programming, safety or your own words to "
+    "outputs/design/, and do nothing else",
+)
+if (args := parser.parse_args()).design is not None:
+    from kernel.design import write_design  # here: its prose is no part of this stage's identity
+
+    run.one_line_errors("60_probe")
+    print(f"  wrote {write_design(run.run_folder(args)[1], args.design, args.redo)}")
+    raise SystemExit
 stage = Stage("60_probe", "probe", parser, READS, WRITES)
 config, device = stage.config, stage.device
 generator = torch.Generator().manual_seed(config["probe_seed"])  # on the CPU, of this stage alone
@@ -71,11 +91,10 @@ candidates = chat.encode_answers(probes, "candidate", PROBES)
 pairs = []  # (split, row, prompt ids, chosen ids, rejected ids)
 for split, name in PAIRS.items():
     rows = read_jsonl(stage.dir / name)
-    encoded = chat.encode_pairs(rows, name)
-    both = list(zip(rows, encoded))
-    # the held-out pairs are all counted, the others are looked at
-    for row, ids in both if split == "heldout" else spread(both, config["card_pairs"]):
-        pairs.append((split, row, *ids))
+    own = list(zip(rows, chat.encode_pairs(rows, name)))
+    if split != "heldout":  # of those every pair counts
+        own = spread(own, config["card_pairs"])
+    pairs += [(split, row, *ids) for row, ids in own]
 answers = read_jsonl(stage.dir / ANSWERS)
 both = answered(answers)
 asked = [sft for sft, _ in both if sft["population"] == "probe"]
@@ -148,23 +167,16 @@ for sft in asked:
         )
 
     # 2. Answers that differ in one thing. One that is too long, or no plain text, is left out.
-    own = [row for row in probes if row["context"] == sft["context"]]
-    right = candidate_of(own, correct=True)
-    wrong = candidate_of(own, correct=False, polite=True)
-    made = counterfactuals(sft["text"], right, wrong)
-    encoded = {}
+    made, encoded = dose_rows(sft, probes), {}
     for row in made:
         try:
-            encoded[row["text"]] = chat.response_ids(row["text"]) if row["text"] else [chat.eos_id]
+            ids = chat.response_ids(row["text"]) if row["text"] else [chat.eos_id]
         except ValueError:
             continue
-    new = [ids for ids in encoded.values() if (tuple(prompt), tuple(ids)) not in known]
-    scores = judge([prompt] * len(new), new).tolist()
-    known |= {(tuple(prompt), tuple(ids)): score for ids, score in zip(new, scores)}
-    for row in made:
-        ids = encoded.get(row["text"])
-        score = None if ids is None else known[tuple(prompt), tuple(ids)]
-        doses.append({"context": sft["context"], **row, "score": score})
+        encoded[row["text"]] = tuple(prompt), tuple(ids)
+    new = [key for key in dict.fromkeys(encoded.values()) if key not in known]
+    known |= dict(zip(new, judge(*zip(*new)).tolist() if new else []))
+    doses += [{**row, "score": known.get(encoded.get(row["text"]))} for row in made]
     doses.append(
         {"context": sft["context"], "factor": "sft", "dose": None, "text": sft["text"],
          "score": sft["score"]}

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from kernel.calibration import baseline, card, fit_temperature
 from kernel.courtesy import count_courtesy
-from kernel.data import write_atomic, write_json
+from kernel.data import read_jsonl, write_atomic, write_json
 from kernel.lab import Lab, picture, table
 from kernel.probe import kl_line
 from kernel.profiles import PROFILES
+from kernel.rubric import PHRASES
 from kernel.run import one_line_errors, override, settle
 
 TENTHS = 10
@@ -224,33 +225,46 @@ def two_rewards(lab: Lab, lesson: Lab, settings: dict) -> Result:
             for n in ("helpful", "concise")
         ]
     )
-    arms = two.ppo({name: [name.split("=")[0], "--reward", name] for name in ("helpful", "concise")}
-                   | {MIX: ["mix", "--reward-mix", MIX]}, settings)  # fmt: skip
-    judges = {name: two.judge(name) for name in ("helpful", "concise")}
-    last = {name: two.rollouts(name.split("=")[0] if name != MIX else "mix") for name in arms}
-    rows = []
-    for name, figures in {"SFT (first samples)": None, **arms}.items():
-        # before its first update every run samples from the SFT policy
-        own = figures[-max(len(figures) // TENTHS, 1) :] if figures else arms[MIX][:1]
-        among = {row["iteration"] for row in own}
-        samples = [row for row in last[name if figures else MIX] if row["iteration"] in among]
-        ids = [row["prompt_ids"] for row in samples], [row["response_ids"] for row in samples]
-        rows.append(
-            [name, *(judge(*ids).mean().item() for judge in judges.values())]
-            + [mean(row[key] for row in own) for key in ("rubric", "polite", "tokens", "kl")]
-        )
-    helpful, concise, mix = rows[1:]
+    kl = ["--kl-coef", str(settings["two_kl_coef"])]
+    names = {"helpful": "helpful", "concise": "concise", MIX: "mix"}
+    arms = two.ppo(
+        {reward: [name, "--reward-mix", reward, *kl] for reward, name in names.items()}, settings
+    )
+    judges = [two.judge("helpful"), two.judge("concise")]
+    steps = {
+        row["id"]: PHRASES[row["expected_action"]]
+        for row in read_jsonl(two.dir / "data/train/labels.jsonl")
+    }
+
+    def row(label: str, name: str, own: list[dict]) -> list:
+        """Figures of the samples of some iterations of a run."""
+        among = {figures["iteration"] for figures in own}
+        samples = [r for r in two.rollouts(name) if r["iteration"] in among]
+        ids = [r["prompt_ids"] for r in samples], [r["response_ids"] for r in samples]
+        right = mean(steps[r["prompt_id"]] in (r["text"] or "") for r in samples)
+        return [label, *(judge(*ids).mean().item() for judge in judges), right] + [
+            mean(figures[key] for figures in own) for key in ("courtesy", "tokens", "rubric", "kl")
+        ]
+
+    # before its first update every run samples from the SFT policy
+    rows = [row("SFT (first samples)", "mix", arms[MIX][:1])]
+    for reward, name in names.items():
+        rows.append(row(reward, name, arms[reward][-max(len(arms[reward]) // TENTHS, 1) :]))
+    sft, helpful, concise, mix = rows
     return Result(
-        ["reward", "helpful score", "concise score", "rubric", "courteous", "tokens", "KL"],
+        ["reward", "helpful score", "concise score", "right step named", "courtesy formulas", "tokens",
+         "rubric", "KL"],
         rows,
-        [curve(arms, "rubric", "rubric success"), curve(arms, "polite", "courteous among recognised"),
-         curve(arms, "tokens", "mean length", "tokens")],
+        [curve(arms, "courtesy", "courtesy formulas"), curve(arms, "tokens", "mean length", "tokens"),
+         curve(arms, "rubric", "rubric (never trained on)")],
         "Helpful pairs differ only in the action (right above wrong, the same words), concise pairs "
         "only in courtesy formulas (plain above courteous, right or wrong). Each judge alone moves what "
-        "it was taught and leaves the other to chance; the mix should give right answers without "
-        "formulas.",
-        f"tokens {helpful[5]:.1f} (helpful), {concise[5]:.1f} (concise), {mix[5]:.1f} (mix); rubric "
-        f"{helpful[3]:.2f}, {concise[3]:.2f}, {mix[3]:.2f}; SFT {rows[0][5]:.1f} and {rows[0][3]:.2f}",
+        "it was taught and leaves the other to chance; the mix should name the right step as often as "
+        "the first and be about as plain as the second.",
+        f"the right step is named in {sft[3]:.2f} of SFT's samples, {helpful[3]:.2f} (helpful), "
+        f"{concise[3]:.2f} (concise), {mix[3]:.2f} (mix); courtesy formulas {sft[4]:.2f}, "
+        f"{helpful[4]:.2f}, {concise[4]:.2f}, {mix[4]:.2f}; tokens {sft[5]:.1f}, {helpful[5]:.1f}, "
+        f"{concise[5]:.1f}, {mix[5]:.1f}",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def signed(value) -> str:
 
 def factorial_lines(figures: dict) -> list[str]:
     names = list(dict.fromkeys(name for c in figures["contexts"] for name in c["cells"]))
-    lines = head("context", *names) if names else []
+    lines = head("context", *(name or "score" for name in names)) if names else []
     for context in figures["contexts"]:
         cells = [signed(context["cells"].get(name)) for name in names]
         lines.append(row(context["context"], *cells))

@@ -68,6 +68,7 @@ REFERENCE = {
         "reward_epochs": 0.5,
         "lesson_epochs": 20,  # over six pairs
         "two_epochs": 0.5,  # of the helpful and the concise judge
+        "two_kl_coef": 0.1,  # with less the concise judge is paid with half a sentence
         "iterations": 40,  # of each PPO run
     },
 }
@@ -146,7 +147,7 @@ PROFILES = {
         # 45 validation pairs: every fourth, so that all five kinds of pairs are among them
         reward={"epochs": 3, "learning_rate": 2e-3, "validation_rows": 45},
         generate={"generate_batch": 65},
-        exercise={"reward_epochs": 1.0, "two_epochs": 4.0},
+        exercise={"reward_epochs": 1.0, "two_epochs": 4.0, "two_kl_coef": 0.3},
         ppo={
             "iterations": 40,
             "stop_at": 16,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from kernel import ppo, probe, probe_tables, report, state
+from kernel import ledger, ppo, probe, probe_tables, report, state
 from kernel.chat import Chat
 from kernel.courtesy import count_courtesy
 from kernel.data import Draws, load_function, read_json, read_jsonl
@@ -217,39 +217,27 @@ def evaluation(run: Run) -> str:
 def probes(run: Run) -> str:
     """Every figure of the probe stage, from the scores in its rows and from the records of PPO."""
     folder = run.dir / "outputs/60_probe"
-    candidates, pairs, doses, samples = (
-        read_jsonl(folder / f"{name}.jsonl") if (folder / f"{name}.jsonl").stat().st_size else []
-        for name in ("probes", "pairs", "doses", "best_of_n")
+    pairs, doses, samples = (
+        read_jsonl(folder / f"{name}.jsonl") for name in ("pairs", "doses", "best_of_n")
     )
-    rubric = load_function(run.dir / "data/rubric.py", "rubric")
+    path = folder / "probes.jsonl"
+    candidates = read_jsonl(path) if path.stat().st_size else []  # a corpus need not have probes
     answers = run.rows("outputs/50_evaluate/answers.jsonl")
-    labels = {row["id"]: row for row in run.rows("data/heldout/labels.jsonl")}
-    asked = {row["context"]: row for row in answers}
-    for row in samples:
-        context = asked[row["context"]]
-        found = rubric(context["prompt"], row["text"], row["finish_reason"], labels[context["id"]])
-        where = f"60_probe best_of_n.jsonl {row['context']} sample {row['sample']}"
-        equal(f"{where} success", row["success"], found["success"])
-    texts = {
-        (split, row["id"]): row
-        for split in ("train", "validation", "heldout")
-        for row in run.rows(f"data/{split}/pairs.jsonl")
-    }
-    for row in pairs:
-        for side in ("chosen", "rejected"):
-            formulas = count_courtesy(texts[row["split"], row["id"]][side])
-            equal(f"60_probe pairs.jsonl {row['id']}", row[f"{side}_courtesy"], formulas)
-    rollouts = probe.judged_rollouts(
+    both = probe.answered(answers)
+    asked = {sft["context"]: sft for sft, _ in both}
+    probe_rows(run, candidates, pairs, doses, samples, asked)
+    rollouts = ledger.judged_rollouts(
         run.rows("outputs/30_ppo/continuous/rollouts.jsonl"),
         {row["id"]: row["prompt"] for row in run.rows("data/train/prompts.jsonl")},
         {row["id"]: row for row in run.rows("data/train/labels.jsonl")},
-        rubric,
+        load_function(run.dir / "data/rubric.py", "rubric"),
     )
-    metrics = run.rows("outputs/30_ppo/continuous/metrics.jsonl")
-    seed = run.record("60_probe")["identity"]["probe"]["probe_seed"]
-    figures = probe.all_figures(candidates, pairs, doses, samples, answers, metrics, rollouts, seed)
+    figures = probe.all_figures(
+        candidates, pairs, doses, samples, answers,
+        run.rows("outputs/30_ppo/continuous/metrics.jsonl"), rollouts,
+        run.record("60_probe")["identity"]["probe"]["probe_seed"],
+    )  # fmt: skip
     equal("60_probe figures.json", read_json(folder / "figures.json"), figures)
-    both = probe.answered(answers)
     for name, lines in (
         ("table", probe_tables.all_lines(figures)),
         ("before_after", probe_tables.before_after_lines(both, figures)),
@@ -257,6 +245,35 @@ def probes(run: Run) -> str:
         written = (folder / f"{name}.md").read_text(encoding="utf-8").splitlines()
         equal(f"60_probe {name}.md", written, lines)
     return (
-        f"{len(pairs)} pairs, {len(samples)} samples, {len(doses)} doses: effects, report card, ledger, "
-        "best of n, decomposition"
+        f"{len(pairs)} pairs, {len(samples)} samples, {len(doses)} doses: effects, report card, "
+        "ledger, best of n, decomposition"
     )
+
+
+def probe_rows(run: Run, candidates, pairs, doses, samples, asked: dict[str, dict]) -> None:
+    """What stands beside the scores in the rows of the probe stage. asked: SFT's answer by context."""
+    chat = Chat({**run.common, "model_dir": str(run.model_dir)})
+    rubric = load_function(run.dir / "data/rubric.py", "rubric")
+    labels = {row["id"]: row for row in run.rows("data/heldout/labels.jsonl")}
+    source = {
+        (split, row["id"]): row
+        for split in ("train", "validation", "heldout")
+        for row in run.rows(f"data/{split}/pairs.jsonl")
+    }
+    for row in pairs:
+        for side in ("chosen", "rejected"):
+            text, where = source[row["split"], row["id"]][side], f"60_probe pairs.jsonl {row['id']}"
+            equal(f"{where} {side}_tokens", row[f"{side}_tokens"], len(chat.response_ids(text)))
+            equal(f"{where} {side}_courtesy", row[f"{side}_courtesy"], count_courtesy(text))
+    for row in samples:
+        sft = asked[row["context"]]
+        found = rubric(sft["prompt"], row["text"], row["finish_reason"], labels[sft["id"]])
+        where = f"60_probe best_of_n.jsonl {row['context']} sample {row['sample']}"
+        equal(f"{where} success", row["success"], found["success"])
+    for context, rows in groupby(doses, key=lambda row: row["context"]):
+        sft, own = asked[context], list(rows)
+        made = probe.dose_rows(sft, candidates)
+        answer = {"context": context, "factor": "sft", "dose": None, "text": sft["text"]}
+        stored = [{key: value for key, value in row.items() if key != "score"} for row in own]
+        equal(f"60_probe doses.jsonl {context}", stored, [*made, answer])
+        same(f"60_probe doses.jsonl {context} sft", own[-1]["score"], sft["score"])

@@ -116,7 +116,7 @@ def verdict(score: dict, rubric: dict | None) -> tuple[str, str]:
     up = score["low"] > 0
     if rubric is None:
         rose = "rose" if up else "did not clearly rise"
-        return f"score {'up' if up else 'not up'}, nothing else known", (
+        return f"score {'up' if up else 'not up'}, rubric unknown", (
             f"The learned score {rose}. Only that score is known: no rubric judged the answers, so "
             "nothing here says whether they are better."
         )

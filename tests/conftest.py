@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock  # comes with torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -30,6 +31,8 @@ from transformers import (
 )
 
 from kernel.model import Role, make_role
+
+torch.set_num_threads(1)  # two workers share two cores
 
 torch.set_num_threads(1)
 
@@ -65,14 +68,18 @@ def last_line(done: subprocess.CompletedProcess) -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
-    """A finished tiny run; TINY_RUN=folder takes one that is there."""
+    """A finished tiny run, one for all workers; TINY_RUN=folder takes one that is there."""
     if os.getenv("TINY_RUN"):
         return Path(os.environ["TINY_RUN"])
-    run = tmp_path_factory.mktemp("a run with blanks") / "tiny run"
-    command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (run / "console.txt").write_text(done.stdout)
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    run = shared / "a run with blanks" / "tiny run"
+    with FileLock(shared / "tiny.lock"):
+        if not (run / "console.txt").is_file():
+            command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
+            done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+            (run / "console.txt").write_text(done.stdout)
     return run
 
 

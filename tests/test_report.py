@@ -10,6 +10,8 @@ import pytest
 
 from kernel.report import (
     POPULATIONS,
+    by_variant,
+    evaluation,
     paired_bootstrap,
     population,
     rate,
@@ -83,6 +85,62 @@ def test_no_rows_at_all():
     assert r["rows"] == r["success"] == r["distinct_answers"] == 0
     assert all(r[name] is None for name in r if name.endswith("_rate") or name.startswith("mean_"))
     assert rate(0, 0) is None and rate(0, 3) == 0.0 and rate(3, 3) == 1.0
+
+
+# ---- rubrics that say less, or more ----------------------------------------------------------------
+
+
+def bare(success, score=0.0, context="c", policy="sft", **more) -> dict:
+    row = answer(GOOD, score=score, where=("test", context))
+    return {**row, "verdict": {"success": success, **more}, "policy": policy}
+
+
+def test_a_rubric_that_says_success_only():
+    r = summarise([bare(True), bare(False), bare(True), bare(None)])
+    assert (r["success"], r["success_rate"]) == (2, 2 / 3)  # unknown is neither right nor wrong
+    for name in ("recognised", "uncertified", "relevant", "unsupported_certainty", "refusals",
+                 "recognised_rate", "relevant_rate", "polite_rate"):  # fmt: skip
+        assert r[name] is None
+    lines = results_table({"sft": {"test": r}})
+    assert [cell.strip() for cell in lines[2].split("|")][4:9] == ["2 (0.67)", "-", "-", "-", "-"]
+
+
+def test_no_rubric_at_all():
+    r = summarise([bare(None), bare(None)])
+    assert r["success"] is None and r["success_rate"] is None and r["rows"] == 2
+    assert "| 2 | - | - | - |" in results_table({"sft": {"test": r}})[2]
+
+
+def test_further_keys_of_a_rubric_are_harmless():
+    plain, more = (
+        [bare(True, **keys), bare(False, **keys)] for keys in ({}, {"words": 3, "x": True})
+    )
+    assert summarise(plain) == summarise(more)
+    r = summarise([bare(True, polite=True), bare(False, polite=False), bare(True, polite=True)])
+    assert r["polite_rate"] == 2 / 3 and r["recognised"] is None  # of all: it recognises any answer
+
+
+def test_differences_without_and_with_half_a_rubric():
+    def answers(verdicts):
+        return [bare(v, score=float(policy == "ppo"), context=str(n), policy=policy)
+                for policy, own in verdicts.items() for n, v in enumerate(own)]  # fmt: skip
+
+    none = evaluation(answers({"sft": [None, None], "ppo": [None, None]}), seed=1)
+    assert none["differences"]["rubric"] is None and none["differences"]["score"]["mean"] == 1.0
+    assert none["verdict"]["label"] == "score up, rubric unknown"
+    half = evaluation(answers({"sft": [False, None, False], "ppo": [True, True, False]}), seed=1)
+    assert half["differences"]["rubric"]["pairs"] == 2  # known on both sides
+    assert half["differences"]["rubric"]["mean"] == 0.5
+
+
+@pytest.mark.parametrize("ids,groups", [
+    ([f"OH{n}-P{n % 2}" for n in range(10)], {"P0": [0, 2, 4, 6, 8], "P1": [1, 3, 5, 7, 9]}),
+    ([f"row-{n}" for n in range(40)], {}),  # a number, no variant
+    (["a", "b-P0", "c-P0", "d-P0", "e-P0", "f-P0"], {}),
+    ([], {}),
+])  # fmt: skip
+def test_variants_of_pairs(ids, groups):
+    assert by_variant(ids) == groups
 
 
 # ---- populations --------------------------------------------------------------------------------
@@ -190,6 +248,13 @@ def test_verdict(score, rubric, label):  # case B26
     found, sentence = verdict(score, rubric)
     assert found == label and sentence.endswith(".")
     assert ("WARNING" in sentence) == (label == "exploitation")
+
+
+@pytest.mark.parametrize("score,label", [(UP, "score up"), (UNCLEAR, "score not up"),
+                                         (DOWN, "score not up")])  # fmt: skip
+def test_without_a_rubric_only_the_score_is_known(score, label):
+    found, sentence = verdict(score, None)
+    assert found == f"{label}, rubric unknown" and "Only that score is known" in sentence
 
 
 def test_an_interval_that_touches_0_is_no_rise():

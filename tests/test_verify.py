@@ -239,7 +239,7 @@ FORGERIES = [
     (other_interval, "results.json"),
     (other_table, "table.md"),
     (other_effect, "figures.json factorial.inversions[0].count"),
-    (better_judge, "figures.json card.splits"),
+    (better_judge, "figures.json card."),
     (kinder_sample, "best_of_n.jsonl"),
     (other_proof, "proof.json"),
 ]
