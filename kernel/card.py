@@ -81,8 +81,8 @@ Corpus {corpus}: {rows}.
 
 ## Proof
 
-Each folder was read back and compared with the run's own roles on a float32 base, at the tokens of
-greedy answers to four training prompts:
+Each folder was read back and compared with the run's own roles on a float32 base, at the first
+tokens of greedy answers to four training prompts:
 
 {proofs}
 """

@@ -36,6 +36,7 @@ from kernel.score import Batch, active_logits, pad_prompts, response_scores
 PROMPTS = "data/train/prompts.jsonl"
 HEAD = "score_head.safetensors"
 READS = [*card.ADAPTERS.values(), PROMPTS]  # checked first; the card reads records and a table, too
+TRIED = 16  # tokens per answer at which a copy is compared; every weight takes part in each of them
 TOLERANCE = 1e-3  # largest difference of a float32 logit; other orders of summation make some 1e-5
 
 
@@ -101,7 +102,7 @@ def export_role(name: str, run: FinishedRun, work: Path, merge: bool) -> list[st
     chat = Chat(config)
     prompts = [row["prompt"] for row in spread(read_jsonl(run.dir / PROMPTS), 4)]
     ids, mask = pad_prompts([chat.prompt_ids(prompt) for prompt in prompts], chat.pad_id, "cpu")
-    batch = sample(role, ids, mask, chat.response_limit, chat.eos_id, chat.pad_id).batch
+    batch = sample(role, ids, mask, TRIED, chat.eos_id, chat.pad_id).batch
     learned = role.learned_state()
     adapters = {key: tensor for key, tensor in learned.items() if not key.startswith("head.")}
 
