@@ -40,6 +40,9 @@ parser = run.parser(__doc__)
 parser.add_argument(
     "--model-dir", type=Path, help="a local causal LM folder instead of the profile's"
 )
+parser.add_argument(
+    "--no-chat-template", action="store_true", help="a plain prompt form (kernel/chat.py PLAIN)"
+)
 parser.add_argument("--corpus", choices=CORPORA, help="default: the run folder's, or office")
 shared = parser.add_argument_group("settings fixed here for all stages (default: the profile's)")
 shared.add_argument("--base-dtype", choices=("bfloat16", "float32"))
@@ -70,6 +73,9 @@ elif not args.base_dtype and common["device"] == "cpu" and common["base_dtype"] 
             f"base dtype: float32, because bfloat16 is {slower:.1f} times slower on this processor "
             "(--base-dtype bfloat16 takes it all the same)"
         )
+recorded = read_json(folder / "config.json")["common"] if (folder / "config.json").is_file() else {}
+if args.no_chat_template or not recorded.get("chat_template", True):  # decided once, too
+    common["chat_template"] = False
 data = folder / "data"
 
 # ---- corpus and audit ---------------------------------------------------------------------------
@@ -108,10 +114,11 @@ else:
 if args.model_dir:
     model_dir = args.model_dir.resolve()
     check_model_folder(model_dir)
-    common |= {"model_dir": str(model_dir), **special_ids(model_dir)}
+    ids, said = special_ids(model_dir, common.get("chat_template", True))
+    common |= {"model_dir": str(model_dir), **ids}
     # Damaged weights and layers that we cannot run show up now.
     make_role("actor", common, torch.device("cpu"), seed=common["adapter_seed"])
-    print(f"base model: {model_dir}, end token {common['eos_id']}, pad {common['pad_id']}")
+    print(f"base model: {model_dir}, {said}")
     weights = model_dir / "model.safetensors"
     if "sha256" in base and not (weights.is_file() and sha256_file(weights) == base["sha256"]):
         print(f"  note: these are not the pinned weights of {base['repo']}")

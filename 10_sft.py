@@ -11,7 +11,13 @@ The denominator is the token count of the whole window of 8 rows, not a mean of 
 padding are masked by position. Validation selects nothing: the final state is the result.
 
     python 10_sft.py                       # or --variant interrupt, resume, check
+    python 10_sft.py --init-adapter FOLDER # start from a LoRA adapter in PEFT's layout
+
+An adapter that is to stay as it is goes through the same stage with a rate of zero, which changes no bit
+of it: --init-adapter FOLDER --learning-rate 0 --epochs 0.1 (and so every record of a run is made).
 """
+
+from pathlib import Path
 
 import torch
 
@@ -21,6 +27,7 @@ from kernel.data import Draws, read_jsonl, spread, updates_for
 from kernel.metrics import Phases
 from kernel.model import check_isolation, fingerprint, make_role, save_adapter
 from kernel.optim import Optimizer
+from kernel.peft_layout import load_peft, read_peft
 from kernel.preference import sft_loss
 from kernel.score import make_batch, response_logprobs
 from kernel.stage import Stage
@@ -36,9 +43,21 @@ parser.add_argument("--batch", type=int, help="rows per update")
 parser.add_argument("--micro-batch", type=int, help="rows per forward pass")
 parser.add_argument("--learning-rate", type=float)
 parser.add_argument("--validation-rows", type=int)
+parser.add_argument(
+    "--init-adapter",
+    dest="init_folder",
+    type=Path,
+    metavar="FOLDER",
+    help="start from this adapter",
+)
 
 # ---- run folder and seeds -----------------------------------------------------------------------
 
+run.one_line_errors("10_sft")
+start = parser.parse_args().init_folder
+if start:  # what it holds, not where it lies, is part of the run's identity
+    start = read_peft(start)
+    parser.set_defaults(init_adapter=start.sha256)
 stage = Stage("10_sft", "sft", parser, READS, WRITES)
 config, device = stage.config, stage.device
 if stage.variant == "check":
@@ -58,6 +77,8 @@ draws = Draws(len(train), config["sampler_seed"])
 # ---- model --------------------------------------------------------------------------------------
 
 actor = make_role("actor", config, device, seed=config["adapter_seed"])
+if start:
+    load_peft(start, actor, config, stage.model["base_sha256"])
 check_isolation([actor])
 base_before = fingerprint(actor.base())
 total = updates_for(config["epochs"], len(train), config["batch"])

@@ -12,7 +12,16 @@ stage. 520 generations are not 520 situations: each policy meets 200 distinct pr
 decoded once and its answer stands in all its rows, because other batch shapes round differently.
 
     python 40_generate.py
+
+A finished run is taken out of its folder, or asked by hand, without changing anything in it; both open
+other files than this stage does (also the judge's adapter), declare them themselves, and read no labels:
+
+    python 40_generate.py --export FOLDER [--merge]      # PEFT adapters, merged models, model card
+    python 40_generate.py --prompt "..." [--interactive] [--sample N --seed S]
 """
+
+import sys
+from pathlib import Path
 
 import torch
 
@@ -43,6 +52,34 @@ parser.add_argument(
     default=None,
     help="read the whole prefix anew for each token",
 )
+
+by_hand = parser.add_argument_group("a finished run, taken out or asked by hand")
+by_hand.add_argument("--export", type=Path, metavar="FOLDER", help="write its adapters for PEFT")
+by_hand.add_argument("--merge", action="store_true", help="with --export: merged models, too")
+by_hand.add_argument("--prompt", metavar="TEXT", help="both policies' answers, with score and KL")
+by_hand.add_argument("--interactive", action="store_true", help="ask until an empty line")
+by_hand.add_argument("--sample", type=int, metavar="N", help="N sampled answers each")
+by_hand.add_argument("--seed", type=int, default=0, help="of --sample")
+
+# ---- a finished run: another program, and no part of this stage's identity ------------------------
+
+run.one_line_errors("40_generate")
+args = parser.parse_args()
+asked = args.prompt is not None or args.interactive
+if (args.merge and not args.export) or (args.sample is not None and not asked):
+    parser.error("--merge goes with --export, --sample with --prompt or --interactive")
+if args.export and asked:
+    parser.error("either --export, or --prompt and --interactive")
+if args.export:
+    from kernel.export import export
+
+    export(args)
+    sys.exit()
+if asked:
+    from kernel.ask import ask
+
+    ask(args)
+    sys.exit()
 
 # ---- run folder and seeds -----------------------------------------------------------------------
 

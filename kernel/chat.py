@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 # Said explicitly: without a system turn several templates insert one of their own.
 SYSTEM = "You are a helpful office assistant."
@@ -17,23 +17,37 @@ def load_tokenizer(model_dir: Path):
         raise ValueError(f"{model_dir}: the tokenizer does not load ({first})") from error
 
 
-def special_ids(model_dir: Path) -> dict[str, int]:
-    """eos_id and pad_id of somebody's own model folder.
+# For tokenizers without a chat template (00_prepare.py --no-chat-template); the answer follows on a
+# line of its own, so its first token does not depend on the prompt's last.
+PLAIN = "{system}\n\nUser:\n{prompt}\n\nAssistant:\n"
+
+
+def special_ids(model_dir: Path, chat_template: bool = True) -> tuple[dict[str, int], str]:
+    """eos_id and pad_id of somebody's own model folder, and one line on where they come from.
 
     EOS is the tokenizer's. Padding is always masked, so any other id will do as pad: the tokenizer's
-    own if it is not EOS, else 0 (or 1). Raises ValueError without an EOS or a chat template.
+    own if it is not EOS, else 0 (or 1). Raises ValueError without an EOS, without a chat template
+    (unless none is wanted), or if the tokenizer has ids that the model has no embedding for.
     """
     tokenizer = load_tokenizer(model_dir)
+    rows = AutoConfig.from_pretrained(model_dir, local_files_only=True).vocab_size
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"{model_dir}: the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}"
+        )
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{model_dir}: the tokenizer names no end token (eos_token)")
-    if not tokenizer.chat_template:
+    if chat_template and not tokenizer.chat_template:
         raise ValueError(
-            f"{model_dir}: the tokenizer has no chat template; an instruct model has one"
+            f"{model_dir}: the tokenizer has no chat template; an instruct model has one, and "
+            "--no-chat-template takes a plain form of the prompt"
         )
-    eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos_id, pad_id, why = tokenizer.eos_token_id, tokenizer.pad_token_id, "the tokenizer's own"
     if pad_id is None or pad_id == eos_id:
+        why = "the tokenizer names none" if pad_id is None else "the tokenizer's is its end token"
         pad_id = 0 if eos_id != 0 else 1
-    return {"eos_id": eos_id, "pad_id": pad_id}
+    said = f"end token {eos_id}, pad {pad_id} ({tokenizer.eos_token}; pad: {why}, always masked)"
+    return {"eos_id": eos_id, "pad_id": pad_id}, said
 
 
 class Chat:
@@ -43,6 +57,7 @@ class Chat:
         folder = Path(config["model_dir"])
         self.tokenizer = load_tokenizer(folder)
         self.eos_id, self.pad_id = config["eos_id"], config["pad_id"]
+        self.template = config.get("chat_template", True)  # False: the plain form
         self.vocabulary = len(self.tokenizer)
         self.prompt_limit = config["prompt_limit"]
         self.response_limit = config["response_limit"]
@@ -51,13 +66,18 @@ class Chat:
     def prompt_ids(self, prompt: str, where: str = "prompt") -> list[int]:
         """System turn, user turn, and the header that opens the answer. ValueError if over the limit."""
         self._check_text(prompt, where)
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        if self.template:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        else:
+            text = PLAIN.format(system=SYSTEM, prompt=prompt)
         # The template writes its own control tokens; adding special tokens would double them.
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        ids = self.tokenizer(text, add_special_tokens=not self.template).input_ids
+        if ids[-1] == self.eos_id and not self.template:
+            ids.pop()  # some tokenizers end every text; the answer has not begun yet
         if len(ids) > self.prompt_limit:
             raise ValueError(f"{where}: {len(ids)} prompt tokens, limit {self.prompt_limit}")
         return ids

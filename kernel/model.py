@@ -1,20 +1,22 @@
 """Base models and the four roles: actor, reference, reward, critic, each with a backbone of its own."""
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kernel.data import write_atomic
+from kernel.data import read_json, write_atomic
 from kernel.lora import add_lora
 from kernel.transformer import Transformer
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")  # both keep backbone.model and lm_head
+# They keep the backbone in .model and the logits in .lm_head, and name the seven projections alike.
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 class Role(nn.Module):
@@ -102,12 +104,21 @@ def load_base(model_dir: Path, dtype: str) -> nn.Module:
     check_model_folder(model_dir)
     wanted = getattr(torch, dtype)
     try:
-        lm = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=wanted, attn_implementation="eager", local_files_only=True
-        )
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=wanted, attn_implementation="eager", local_files_only=True,
+            output_loading_info=True,
+        )  # fmt: skip
     except Exception as error:  # transformers raises many kinds; the folder is the common cause
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{model_dir}: the model does not load ({first})") from error
+    # NOTE: transformers fills missing tensors with random numbers and drops the ones it does not know.
+    faults = [f"missing {name}" for name in sorted(found["missing_keys"])]
+    faults += [f"unexpected {name}" for name in sorted(found["unexpected_keys"])]
+    if faults:
+        raise ValueError(
+            f"{model_dir}: the weights do not fit config.json ({len(faults)} faults): "
+            f"{'; '.join(faults[:4])}"
+        )
     for p in lm.parameters():  # or the mapped file would stay in memory beside the merged copies
         p.data = p.data.clone()
     lm.generation_config = None  # NOTE: its repetition penalty or sampling fields must not reach us
@@ -131,10 +142,30 @@ def check_model_folder(model_dir: Path) -> None:
     if found[0] not in ARCHITECTURES:
         raise ValueError(
             f"{model_dir}: architecture {found[0]} is not supported (known: {', '.join(ARCHITECTURES)}; "
-            "wanted are the projections q/k/v/o_proj and gate/up/down_proj)"
+            "wanted are the projections q/k/v/o_proj and gate/up/down_proj, "
+            f"found {', '.join(stored_matrices(model_dir)) or 'no .safetensors weights'})"
         )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"{model_dir}: quantised weights are not supported; give plain ones")
+    index = model_dir / "model.safetensors.index.json"
+    named = set(read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
+    if missing := sorted(name for name in named if not (model_dir / name).is_file()):
+        raise ValueError(f"{model_dir}: {index.name} names {missing[0]}, which is not there")
     if not list(model_dir.glob("*.safetensors")):
         raise ValueError(f"{model_dir}: no .safetensors weights there")
+
+
+def stored_matrices(model_dir: Path) -> list[str]:
+    """Last names of the matrices in a folder's safetensors files, e.g. c_attn; nothing is loaded."""
+    names = set()
+    for path in model_dir.glob("*.safetensors"):
+        with contextlib.suppress(SafetensorError), safe_open(path, framework="pt") as file:
+            names |= {
+                name.removesuffix(".weight").rsplit(".", 1)[-1]
+                for name in file.keys()
+                if len(file.get_slice(name).get_shape()) == 2
+            }
+    return sorted(names)
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
@@ -216,8 +247,13 @@ def load_adapter(path: Path, role: Role, config: dict, base_sha256: str) -> None
     role.load_learned(state, str(path))
 
 
+def tokenizer_files(model_dir: Path) -> list[Path]:
+    names = ("tokenizer", "vocab", "merges", "special_tokens", "chat_template")
+    return [path for path in model_dir.iterdir() if path.name.startswith(names)]
+
+
 def model_sha256(model_dir: Path) -> dict[str, str]:
-    """One sha256 for the weights with their architecture, one for the tokenizer's files."""
+    """One sha256 for the weights (all shards) with their architecture, one for the tokenizer's files."""
 
     def of(paths: list[Path]) -> str:
         digest = hashlib.sha256()
@@ -228,13 +264,9 @@ def model_sha256(model_dir: Path) -> dict[str, str]:
                     digest.update(chunk)
         return digest.hexdigest()
 
-    tokenizer = [
-        p
-        for p in model_dir.iterdir()
-        if p.name.startswith(("tokenizer", "vocab", "merges", "special_tokens", "chat_template"))
-    ]
-    weights = [*model_dir.glob("*.safetensors"), model_dir / "config.json"]
-    return {"base_sha256": of(weights), "tokenizer_sha256": of(tokenizer)}
+    weights = [*model_dir.glob("*.safetensors"), *model_dir.glob("*.safetensors.index.json")]
+    weights.append(model_dir / "config.json")
+    return {"base_sha256": of(weights), "tokenizer_sha256": of(tokenizer_files(model_dir))}
 
 
 def parameter_counts(role: Role) -> dict[str, int]:

@@ -27,6 +27,7 @@ REFERENCE = {
         "micro_batch": 8,  # rows per forward pass; changes memory, not the loss
         "learning_rate": 2e-5,
         "validation_rows": 36,  # one answer per validation family
+        "init_adapter": None,  # sha256 of the adapter that SFT starts from (10_sft.py --init-adapter)
     },
     "reward": {
         "epochs": 2,

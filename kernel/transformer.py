@@ -1,4 +1,4 @@
-"""The forward pass of a role, written out: Llama and Qwen2 blocks over packed tokens.
+"""The forward pass of a role, written out: Llama, Qwen2 and Qwen3 blocks over packed tokens.
 
 The weights stay where the stock model keeps them (`role.lm`); only the way through them is ours:
 
@@ -51,12 +51,12 @@ def pack(rows: list[list[int]], device) -> Packed:
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight in FP32, rounded once: (N, D) -> (N, D). The weight is frozen."""
+    """x / rms(x) * weight in FP32, rounded once: (..., D) -> (..., D). The weight is frozen."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
         x32 = x.float()
-        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)  # (N, 1)
+        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)  # (..., 1)
         ctx.save_for_backward(x, weight, rstd)
         return (x32 * rstd).mul_(weight.float()).to(x.dtype)
 
@@ -135,7 +135,7 @@ class Attention(torch.autograd.Function):
 
 
 class Layer(NamedTuple):
-    """One block: four ways from (N, in) to (N, out), and two norms."""
+    """One block: four ways from (N, in) to (N, out), two norms, and Qwen3's norm of each head."""
 
     qkv: Merged | Stacked
     o: Merged | Stacked
@@ -143,10 +143,14 @@ class Layer(NamedTuple):
     down: Merged | Stacked
     norm: torch.Tensor  # (D,)
     mlp_norm: torch.Tensor  # (D,)
+    head_norm: torch.Tensor | None  # (H + K, E), a row per query head and key head
 
     @classmethod
-    def of(cls, block: torch.nn.Module) -> "Layer":
-        attention, mlp = block.self_attn, block.mlp
+    def of(cls, block: torch.nn.Module, heads: int, kv_heads: int) -> "Layer":
+        attention, mlp, head_norm = block.self_attn, block.mlp, None
+        if hasattr(attention, "q_norm"):
+            q_norm, k_norm = attention.q_norm.weight, attention.k_norm.weight
+            head_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)])
         return cls(
             Merged(attention.q_proj, attention.k_proj, attention.v_proj),
             Merged(attention.o_proj),
@@ -154,10 +158,11 @@ class Layer(NamedTuple):
             Merged(mlp.down_proj),
             block.input_layernorm.weight,
             block.post_attention_layernorm.weight,
+            head_norm,
         )
 
     def stacked(self) -> "Layer":
-        return Layer(*map(Stacked, self[:4]), self.norm, self.mlp_norm)
+        return Layer(*map(Stacked, self[:4]), *self[4:])
 
 
 class Cache:
@@ -202,7 +207,7 @@ class Transformer:
         if 2 * len(self.rotary.inv_freq) != self.head_size:
             raise ValueError("rotary positions on a part of each head are not supported")
         self.embedding, self.norm = lm.model.embed_tokens.weight, lm.model.norm.weight
-        self.layers = [Layer.of(block) for block in lm.model.layers]
+        self.layers = [Layer.of(block, self.heads, self.kv_heads) for block in lm.model.layers]
 
     def states(self, packed: Packed, wanted: torch.Tensor) -> torch.Tensor:
         """Last hidden states, norm included, of the packed tokens `wanted` (M,): (M, D)."""
@@ -258,13 +263,22 @@ class Transformer:
         """The layers, one after the other. `attend` maps layer number and qkv to attended values."""
         x = self.embedding.index_select(0, ids)  # (N, D)
         for number, layer in enumerate(layers):
-            attended = attend(number, layer.qkv(RMSNorm.apply(x, layer.norm, self.eps)))
+            qkv = layer.qkv(RMSNorm.apply(x, layer.norm, self.eps))
+            attended = attend(number, self.norm_heads(qkv, layer.head_norm))
             if wanted is not None and number == len(layers) - 1:
                 x, attended = (part.index_select(0, wanted) for part in (x, attended))  # (M, .)
             x = x + layer.o(attended)
             gate, up = layer.gate_up(RMSNorm.apply(x, layer.mlp_norm, self.eps)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
         return RMSNorm.apply(x, self.norm, self.eps)
+
+    def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Qwen3: every query and key head is normed on its own before the rotation; values are not."""
+        if weight is None:
+            return qkv
+        heads = qkv.view(len(qkv), -1, self.head_size)
+        normed = RMSNorm.apply(heads[:, : len(weight)], weight, self.eps)
+        return torch.cat([normed, heads[:, len(weight) :]], 1).flatten(1)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the model's own rotary module in the form of `rotate`, (N, 1, E) FP32."""

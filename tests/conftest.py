@@ -3,9 +3,10 @@
 The tiny run is the slow part (two to three minutes on two cores); its folder lies in a path with
 blanks, and it is started from another working directory.
 
-Both random models are float32, 2 layers, vocabulary 97, eager attention. The weights are drawn wide and
+The random models are float32, 2 layers, vocabulary 97, eager attention. The weights are drawn wide and
 every bias and norm is random, so a wrong position, column or sign shows in the third digit and not in
-the tenth. Llama has an untied head and no biases; Qwen2 has a tied head and biases on q, k and v.
+the tenth. Llama has an untied head and no biases; Qwen2 has a tied head and biases on q, k and v; Qwen3
+has a tied head, norms of each query and key head, and heads of their own size.
 """
 
 import json
@@ -25,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from kernel.model import Role, make_role
@@ -100,13 +103,19 @@ def wait_until(holds, seconds: float = 90) -> None:
         time.sleep(0.05)
 
 
-def build(folder: Path, kind: str) -> Path:
+KINDS = {  # architecture, config, what differs from SHAPE
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True, "head_dim": 16}),
+}
+
+
+def build(folder: Path, kind: str, **changes) -> Path:
+    """A random model in `folder`; keyword arguments replace values of its config."""
+    architecture, config, own = KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        if kind == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
-        else:
-            model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+        model = architecture(config(**{**SHAPE, **own, **changes}))
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith(".bias"):
@@ -127,7 +136,12 @@ def qwen2_dir(tmp_path_factory) -> Path:
     return build(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
 
 
-@pytest.fixture(scope="session", params=["llama", "qwen2"])
+@pytest.fixture(scope="session")
+def qwen3_dir(tmp_path_factory) -> Path:
+    return build(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="session", params=KINDS)
 def model_dir(request) -> Path:
     """Every test that asks for this runs once per architecture."""
     return request.getfixturevalue(f"{request.param}_dir")

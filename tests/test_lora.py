@@ -231,8 +231,9 @@ def test_only_a_b_and_the_head_are_trained(model_dir, new_role, head):
 
 
 def test_counts_are_seven_projections_per_layer_and_d_plus_one_head_numbers(model_dir, new_role):
-    # widths: q and o 32 -> 32, k and v 32 -> 16 (2 of 4 heads), MLP 32 <-> 64; r (in + out) each
-    per_layer = 8 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 64))
+    # widths: q and o 32 <-> 4 heads of 8, k and v 32 -> 2 of them, MLP 32 <-> 64; r (in + out) each
+    head = 16 if model_dir.name == "qwen3" else 8
+    per_layer = 8 * (2 * (32 + 4 * head) + 2 * (32 + 2 * head) + 3 * (32 + 64))
     counts = parameter_counts(new_role(model_dir, "reward", head="normal"))
     assert counts == {"projections": 14, "adapter": 2 * per_layer, "head": 33}
 

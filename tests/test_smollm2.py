@@ -5,6 +5,7 @@ chat template, 210 adapted projections, four roles, an exact resume of one PPO i
 nothing in so few updates; the full result is in the README. A minute or two.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,16 @@ def test_bf16_scores_do_not_depend_on_neighbours_beyond_rounding(config):
         alone = [response_scores(reward, make_batch([p], [a], 0, "cpu")) for p, a in pairs]
         together = response_scores(reward, make_batch(prompts, answers, 0, "cpu"))
     assert torch.allclose(torch.cat(alone), together, atol=0.05)
+
+
+def test_adapters_leave_the_real_model_and_are_read_back(run, tmp_path):
+    said = stage("40_generate", run, "--export", str(tmp_path / "out"), "--merge")
+    exact = re.findall(r"largest logit difference (\S+) over .*tolerance", said)
+    rounded = re.findall(r"read back in bfloat16, largest logit difference (\S+),", said)
+    assert len(exact) == 6 and max(map(float, exact)) < 1e-3
+    assert len(rounded) == 3 and 0.01 < max(map(float, rounded)) < 2
+    weights = (tmp_path / "out" / "ppo-merged" / "model.safetensors").stat().st_size
+    assert weights == pytest.approx(269_060_552, rel=1e-3)  # as many numbers as the base, tied head
 
 
 def test_greedy_answer_without_adapter_is_the_stock_models_answer(config):

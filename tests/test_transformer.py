@@ -8,7 +8,7 @@ backward is also compared with autograd on the plain formula.
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kernel.model import check_isolation, fingerprint, load_base
@@ -63,6 +63,7 @@ VARIANTS = {
     "llama one key head": ("llama", {"num_key_value_heads": 1}),
     "llama a key head per query head": ("llama", {"num_key_value_heads": 4}),
     "qwen2 other eps and base": ("qwen2", {"rms_norm_eps": 0.1}),
+    "qwen3 biases, one key head": ("qwen3", {"attention_bias": True, "num_key_value_heads": 1}),
     "llama3 positions": (
         "llama",
         {
@@ -89,7 +90,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_of_the_two_architectures_equal_the_stock_model(tmp_path, new_role, variant):
+def test_variants_of_the_architectures_equal_the_stock_model(tmp_path, new_role, variant):
     kind, changes = VARIANTS[variant]
     config = {
         "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -97,7 +98,8 @@ def test_variants_of_the_two_architectures_equal_the_stock_model(tmp_path, new_r
     }  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(8)
-        config = (LlamaConfig if kind == "llama" else Qwen2Config)(**config)
+        kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+        config = kinds[kind](**config)
         model = AutoModelForCausalLM.from_config(config)
         for name, p in model.named_parameters():
             if name.endswith(".bias"):
@@ -118,8 +120,9 @@ def test_variants_of_the_two_architectures_equal_the_stock_model(tmp_path, new_r
     ],
     ids=["gelu", "dynamic positions", "sliding window"],
 )
-def test_what_the_pass_does_not_do_is_refused(qwen2_dir, new_role, edited_folder, changes):
-    folder = edited_folder(qwen2_dir, "config.json", **changes)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_what_the_pass_does_not_do_is_refused(request, new_role, edited_folder, kind, changes):
+    folder = edited_folder(request.getfixturevalue(f"{kind}_dir"), "config.json", **changes)
     with pytest.raises(ValueError, match="supported"):
         new_role(folder)
 
