@@ -8,15 +8,17 @@ Out:  models/<base>/              the base model, shared by all runs
     python 00_prepare.py                      # SmolLM2-135M, runs/smollm2
     python 00_prepare.py --profile tiny
     python 00_prepare.py --profile qwen --model-dir /path/to/Qwen2.5-0.5B-Instruct
+    python 00_prepare.py --data FOLDER --rubric FILE.py --run-dir runs/mine   # your own pairs
 
 An existing corpus is never overwritten: a second call checks it and changes nothing.
 """
 
+import hashlib
 from pathlib import Path
 
 import torch
 
-from kernel import corpus, run
+from kernel import corpus, own_data, run
 from kernel.acquire import acquire
 from kernel.chat import Chat, special_ids
 from kernel.data import (
@@ -26,7 +28,6 @@ from kernel.data import (
     sha256_file,
     write_atomic,
     write_json,
-    write_jsonl,
 )
 from kernel.lock import lock_folder
 from kernel.model import check_model_folder, make_role, model_sha256
@@ -39,6 +40,11 @@ parser = run.parser(__doc__)
 parser.add_argument(
     "--model-dir", type=Path, help="a local causal LM folder instead of the profile's"
 )
+own = parser.add_argument_group("your own data (the README says what the files hold)")
+own.add_argument("--data", type=Path, metavar="FOLDER", help="pairs.jsonl and what else there is")
+own.add_argument("--rubric", type=Path, metavar="FILE.py", help="with a function rubric")
+own.add_argument("--drop-bad", action="store_true", help="leave out the rows that have a fault")
+own.add_argument("--check", action="store_true", help="look for faults, write nothing")
 shared = parser.add_argument_group("settings fixed here for all stages (default: the profile's)")
 shared.add_argument("--base-dtype", choices=("bfloat16", "float32"))
 shared.add_argument("--device", choices=("auto", "cpu", "cuda"))
@@ -46,6 +52,9 @@ shared.add_argument("--threads", type=int, help="of 10, 20, 30; part of what mak
 shared.add_argument("--threads-alone", type=int, help="of 40, 50, 60, which run alone")
 shared.add_argument("--lora-r", type=int)
 shared.add_argument("--lora-alpha", type=float)
+shared.add_argument("--prompt-limit", type=int, help="tokens, chat template included")
+shared.add_argument("--response-limit", type=int, help="tokens, end token included")
+shared.add_argument("--context-limit", type=int, help="tokens (default: the sum of both)")
 
 # ---- run folder and settings --------------------------------------------------------------------
 
@@ -53,7 +62,16 @@ run.one_line_errors("00_prepare")
 args = parser.parse_args()
 profile, folder = run.run_folder(args)
 common = run.override(PROFILES[profile]["common"], args)
+if args.context_limit is None:
+    common["context_limit"] = common["prompt_limit"] + common["response_limit"]
 base = PROFILES[profile]["base"]
+source = corpus
+if args.data:
+    source = own_data.gate(args, profile, common)
+    if args.check:
+        raise SystemExit(print("00_prepare: no faults; nothing was written (--check)"))
+elif args.rubric or args.drop_bad or args.check:
+    raise ValueError("--rubric, --drop-bad and --check go with --data FOLDER")
 common["device"] = run.resolve_device(common["device"])
 run.check_writable(folder)
 if note := lock_folder(folder):
@@ -72,29 +90,37 @@ data = folder / "data"
 
 # ---- corpus and audit ---------------------------------------------------------------------------
 
-rows = corpus.build_corpus()
-audit = corpus.audit(rows)  # stops at the first row that breaks a rule, naming file and row
+rows = source.build_corpus()
+audit = source.audit(rows)  # stops at the first row that breaks a rule, naming file and row
+files = {name: as_jsonl(content).encode("utf-8") for name, content in rows.items()}
+files["rubric.py"] = source.RUBRIC.read_bytes()
 if (data / "manifest.json").is_file():
-    check_corpus(data)
+    stored = check_corpus(data)
+    changed = [n for n in files if hashlib.sha256(files[n]).hexdigest() != stored["sha256"].get(n)]
+    if changed or stored["corpus"] != source.NAME:
+        raise ValueError(
+            f"{folder} holds the corpus {stored['corpus']}, and {source.NAME} differs from it "
+            f"({', '.join(changed[:4]) or 'its name'}); use another --run-dir"
+        )
     print(f"corpus: {data} is there and unchanged")
 else:
     for path in sorted(data.rglob("*.jsonl")):  # left by a crash, or somebody else's?
-        content = rows.get(path.relative_to(data).as_posix())
-        if content is None or path.read_bytes() != as_jsonl(content).encode("utf-8"):
+        if path.read_bytes() != files.get(path.relative_to(data).as_posix()):
             raise ValueError(
                 f"{path} is not from this corpus, and {data} has no manifest; move it away, "
                 "nothing is overwritten"
             )
-    for name, content in rows.items():
-        write_jsonl(data / name, content)
-    write_atomic(data / "rubric.py", corpus.RUBRIC.read_bytes())
+    for name, content in files.items():
+        write_atomic(data / name, content)
     manifest = {
-        "corpus": corpus.NAME,
-        "fields": corpus.FIELDS,
+        "corpus": source.NAME,
+        "fields": source.FIELDS,
         "rows": {name: len(content) for name, content in rows.items()},
         "audit": audit,
-        "sha256": {name: sha256_file(data / name) for name in [*rows, "rubric.py"]},
+        "sha256": {name: sha256_file(data / name) for name in files},
     }
+    if args.data:
+        manifest["source"] = source.SOURCE
     write_json(data / "manifest.json", manifest)  # last: without it the corpus does not count
 
 # ---- base model ---------------------------------------------------------------------------------
@@ -116,8 +142,8 @@ chat = Chat({**common, "model_dir": str(model_dir)})
 
 # ---- every row fits its limits, told now and not in the middle of training ----------------------
 
-longest = {"prompt": 0, "response": 0}
-for name, content in rows.items():
+longest = source.longest if args.data else {"prompt": 0, "response": 0}
+for name, content in rows.items() if not args.data else ():  # the gate did it for the user's own
     for number, row in enumerate(content, start=1):
         where = f"data/{name} row {number}"
         if "prompt" in row:

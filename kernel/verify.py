@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from kernel import corpus, lineage, recompute, state
+from kernel import corpus, lineage, own_data, recompute, state
 from kernel.data import check_corpus, read_json, read_jsonl, sha256_file
 from kernel.lock import lock_folder
 from kernel.recompute import TRAINED, Run, equal
@@ -30,10 +30,13 @@ def base_model(run: Run) -> str:
 
 def data(run: Run) -> str:
     manifest = check_corpus(run.dir / "data")
-    rows = {name: run.rows(f"data/{name}") for name in manifest["rows"]}
+    wanted = manifest["rows"].items()  # a run without probes has an empty file of them
+    rows = {name: run.rows(f"data/{name}") if count else [] for name, count in wanted}
     counts = {name: len(content) for name, content in rows.items()}
     equal("data/manifest.json rows", manifest["rows"], counts)
-    if manifest["corpus"] == corpus.NAME:
+    if "source" in manifest:
+        equal("data/manifest.json audit", manifest["audit"], own_data.audit(rows))
+    elif manifest["corpus"] == corpus.NAME:
         equal("data/manifest.json audit", manifest["audit"], corpus.audit(rows))
     return f"{sum(counts.values())} rows in {len(rows)} files, the audit holds"
 
