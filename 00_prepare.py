@@ -69,7 +69,8 @@ source = corpus
 if args.data:
     source = own_data.gate(args, profile, common)
     if args.check:
-        raise SystemExit(print("00_prepare: no faults; nothing was written (--check)"))
+        print("00_prepare: nothing is in the way; nothing was written (--check)")
+        raise SystemExit
 elif args.rubric or args.drop_bad or args.check:
     raise ValueError("--rubric, --drop-bad and --check go with --data FOLDER")
 common["device"] = run.resolve_device(common["device"])
@@ -139,6 +140,11 @@ else:
     model_dir = acquire(base, run.REPOSITORY / "models", rows)
     common["model_dir"] = model_dir.relative_to(run.REPOSITORY).as_posix()
 chat = Chat({**common, "model_dir": str(model_dir)})
+positions = read_json(model_dir / "config.json").get("max_position_embeddings")
+if positions and common["context_limit"] > positions:
+    raise ValueError(
+        f"--context-limit {common['context_limit']}: the base reads {positions} tokens"
+    )
 
 # ---- every row fits its limits, told now and not in the middle of training ----------------------
 

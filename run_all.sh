@@ -24,6 +24,9 @@ bash run_all.sh test [pytest arguments]           set up and run the tests
 options
   --run-dir DIR     run folder (default: runs/<profile>)
   --model-dir DIR   a local folder with the base model instead of a download
+  --data DIR        your own preference pairs instead of the built-in corpus (the README shows the files)
+  --rubric FILE.py  their rubric
+  --drop-bad, --prompt-limit N, --response-limit N, --context-limit N      as in 00_prepare.py --help
   --redo            remove results whose inputs have changed and make them again
   --fresh           start anew in a new folder (runs/<profile>-2, -3, ...); the old run stays
   --help            this text
@@ -51,17 +54,21 @@ if [ $# -gt 0 ]; then
         *) echo "run_all.sh: unknown command '$1'; bash run_all.sh --help lists them" >&2; exit 2 ;;
     esac
 fi
-run_dir="" model_dir="" redo=() fresh=""
+run_dir="" prepare=() redo=() fresh=""
 if [ "$mode" = verify ]; then
     [ $# -le 1 ] || { echo "run_all.sh: verify takes one run folder" >&2; exit 2; }
     run_dir="$(absolute "${1:-$here/runs/smollm2}")"
 elif [ "$mode" != test ]; then
     while [ $# -gt 0 ]; do
         case "$1" in
-            --run-dir | --model-dir)
-                [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a folder" >&2; exit 2; }
-                if [ "$1" = --run-dir ]; then run_dir="$(absolute "$2")"; else model_dir="$(absolute "$2")"; fi
+            --run-dir | --model-dir | --data | --rubric)
+                [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a folder or file" >&2; exit 2; }
+                if [ "$1" = --run-dir ]; then run_dir="$(absolute "$2")"; else prepare+=("$1" "$(absolute "$2")"); fi
                 shift 2 ;;
+            --prompt-limit | --response-limit | --context-limit)
+                [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a number" >&2; exit 2; }
+                prepare+=("$1" "$2"); shift 2 ;;
+            --drop-bad) prepare+=("$1"); shift ;;
             --redo) redo=(--redo); shift ;;
             --fresh) fresh=yes; shift ;;
             --help | -h) usage; exit 0 ;;
@@ -124,7 +131,7 @@ flags=(--profile "$mode" --run-dir "$run_dir")
 
 failed() { # stage, status
     local again="bash run_all.sh $mode --run-dir '$run_dir'"
-    [ -z "$model_dir" ] || again="$again --model-dir '$model_dir'"
+    [ ${#prepare[@]} -eq 0 ] || again="$again$(printf " '%s'" "${prepare[@]}")"
     if [ "$2" -eq 130 ]; then
         echo "run_all.sh: stopped in $1; to go on: $again" >&2
     elif [ "$2" -gt 128 ]; then
@@ -185,7 +192,7 @@ trained() { # stage name
     stage "$name" --variant check
 }
 
-if [ -n "$model_dir" ]; then stage 00_prepare --model-dir "$model_dir"; else stage 00_prepare; fi
+stage 00_prepare ${prepare[@]+"${prepare[@]}"}
 trained 10_sft
 trained 20_reward
 trained 30_ppo

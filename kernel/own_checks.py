@@ -3,15 +3,16 @@
 Each function adds what it finds to `faults`; nothing is changed or dropped here.
 """
 
+import os
 import re
 from pathlib import Path
 
 from kernel.chat import Chat
 from kernel.corpus import normalise
 from kernel.data import dumps, load_function, spread
+from kernel.own_corpus import SPLITS, boolean_columns
 from kernel.own_rows import FILES, Faults, Row
 
-SPLITS = ("train", "validation", "test")
 CHUNK = 1000  # rows tokenised together
 MARK = "\u241e"  # a text that no template contains
 
@@ -31,16 +32,18 @@ def relations(rows: dict[str, list[Row]], faults: Faults) -> None:
         groups = {}
         for row in rows[file]:  # a set: chosen and rejected may have changed places
             groups.setdefault((row.key, frozenset(row.answers)), []).append(row)
-        for group in (group for group in groups.values() if len(group) > 1):
-            seen = {}
+        for group in groups.values():
+            first = {}
             for row in group:
-                twin = seen.setdefault(row.answers, row)
-                other = next((o for o in group if o.answers != row.answers), None)
-                if other:
+                first.setdefault(row.answers, row)
+            for row in group:
+                if len(first) == 2:
+                    other = first[row.answers[::-1]]
                     text = f"the opposite of row {other.line}, for the same prompt"
                     faults.add("contradiction", text, file, row.line)
-                elif twin is not row:
-                    faults.add("duplicate", f"repeats row {twin.line}", file, row.line)
+                elif first[row.answers] is not row:
+                    text = f"repeats row {first[row.answers].line}"
+                    faults.add("duplicate", text, file, row.line)
 
     # Whoever comes first keeps the prompt: what is held out before what is trained on.
     pairs = {split: [row for row in rows["pairs.jsonl"] if row.split == split] for split in SPLITS}
@@ -64,8 +67,8 @@ def probe_faults(probes: list[Row], test_ids: set[str], faults: Faults) -> None:
     booleans = boolean_columns(probes)
     prompt_of, context_of, cells = {}, {}, {}
     for row in probes:
-        given = row.extra.get("context", "")
-        if not isinstance(given, str):
+        given = row.extra.get("context")
+        if not isinstance(given, str | None):
             faults.add("probe", f"context is {given!r}, wanted text", row.file, row.line)
             continue
         context = row.context
@@ -87,21 +90,6 @@ def probe_faults(probes: list[Row], test_ids: set[str], faults: Faults) -> None:
             found.append(f"the same factors as row {twin.line} in context {context}")
         for text in found:
             faults.add("probe", text, row.file, row.line)
-
-
-def boolean_columns(probes: list[Row]) -> list[str]:
-    names = [name for row in probes for name, v in row.extra.items() if isinstance(v, bool)]
-    return list(dict.fromkeys(names))
-
-
-def varying(probes: list[Row]) -> list[str]:
-    """The factors: true-or-false columns that differ between the candidates of some context. What is
-    the same for all of them describes the prompt, and the rubric may know it."""
-    values = {}
-    for row in probes:
-        for name in boolean_columns([row]):
-            values.setdefault((name, row.context), set()).add(row.extra[name])
-    return list(dict.fromkeys(name for (name, _), seen in values.items() if len(seen) == 2))
 
 
 # ---- tokens -------------------------------------------------------------------------------------
@@ -128,9 +116,17 @@ def token_counts(chat: Chat, prompts: list[str]) -> dict[str, int]:
 
 
 def encode(chat: Chat, texts: list[str]) -> list[list[int]]:
+    """Ids of each text, on all cores: the ids do not depend on it."""
     if not texts:
         return []
-    return chat.tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
+    before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        return chat.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False
+        ).input_ids
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def token_faults(

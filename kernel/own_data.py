@@ -1,65 +1,25 @@
 """A user's own data folder as a corpus: what 00_prepare.py does with `--data FOLDER --rubric FILE.py`.
 
-`gate` looks at everything before a model is loaded, prints every fault with file, row and advice, and
-returns rows in the layout of kernel/data.py. Splits follow the normalised prompt (NFKC, casefold,
-whitespace runs collapsed), never the row:
-
-    share = first 8 bytes of sha256(normalised prompt) / 2^64;  train < 0.8 <= validation < 0.9 <= test
-
-so the order of the rows does not matter and a new row never moves another. A `split` column decides
-instead if there is one. Probe prompts are held out, as test prompts are.
+`gate` looks at everything before a model is loaded: it prints what it found, derived and dropped and
+every fault with file, row and advice, and returns the rows in the layout of kernel/data.py.
 """
 
 import tempfile
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
 from kernel import no_rubric, own_checks
 from kernel.acquire import acquire, tiny_texts, tiny_tokenizer
 from kernel.chat import Chat, special_ids
-from kernel.corpus import normalise
-from kernel.corpus import sha256 as sha256_text
 from kernel.data import sha256_file
-from kernel.own_checks import SPLITS
+from kernel.own_corpus import FIELDS, OPEN, SPLITS, assign_splits, audit, build, kept, varying
 from kernel.own_rows import FILES, Faults, Row, read
 from kernel.profiles import PROFILES
 from kernel.run import REPOSITORY
 
 LEAST = 4  # pairs in validation and in test; train needs a full batch
 NO_LIMITS = dict.fromkeys(("prompt_limit", "response_limit", "context_limit"), 10**9)
-
-PAIR = {
-    "id": "the row's own, or made from its line",
-    "family": "hash of the normalised prompt: the unit of the split",
-    "prompt": "the user's message",
-    "prompt_sha256": "sha256 of the prompt's UTF-8 bytes",
-    "chosen": "preferred answer",
-    "rejected": "the other answer",
-}
-PROMPT = {name: PAIR[name] for name in ("id", "prompt", "prompt_sha256")}
-# Labels hold all further columns too, and probes their true-or-false columns.
-FIELDS = {
-    "train/pairs.jsonl": PAIR,
-    "train/demonstrations.jsonl": {**PROMPT, "response": "demonstrated answer"},
-    "train/prompts.jsonl": PROMPT,
-    "train/labels.jsonl": {"id": PAIR["id"]},
-    "validation/pairs.jsonl": PAIR,
-    "heldout/pairs.jsonl": PAIR,
-    "heldout/prompts.jsonl": {
-        **PROMPT,
-        "population": "test or probe",
-        "context": "test: the id of the prompt's first pair; probe: shared by a prompt's candidates",
-    },
-    "heldout/labels.jsonl": {"id": PAIR["id"]},
-    "heldout/probes.jsonl": {
-        **PROMPT,
-        "context": "shared by a prompt's candidates",
-        "candidate": "fixed answer to score",
-    },
-}
-OPEN = ("train/labels.jsonl", "heldout/labels.jsonl", "heldout/probes.jsonl")
 
 
 @dataclass
@@ -80,91 +40,9 @@ class OwnData:
         return audit(rows)
 
 
-# ---- splits and rows --------------------------------------------------------------------------
-
-
-def split_of(key: str) -> str:
-    """The split of a normalised prompt."""
-    share = int.from_bytes(sha256(key.encode("utf-8")).digest()[:8], "big") / 2**64
-    return "train" if share < 0.8 else "validation" if share < 0.9 else "test"
-
-
-def assign_splits(pairs: list[Row], faults: Faults) -> str:
-    """Set each pair's split; returns by what."""
-    by_column = any(row.split is not None for row in pairs)
-    for row in pairs:
-        if not by_column:
-            row.split = split_of(row.key)
-        elif row.split not in SPLITS:
-            faults.add("split", f"split is {row.split!r}", row.file, row.line)
-    return "the column `split`" if by_column else "the hash of the prompt"
-
-
-def kept(rows: dict[str, list[Row]], faults: Faults) -> dict[str, list[Row]]:
-    return {
-        file: [row for row in rows[file] if (file, row.line) not in faults.rows] for file in rows
-    }
-
-
-def first_of_each_prompt(rows: list[Row]) -> list[Row]:
-    first = {}
-    for row in rows:
-        first.setdefault(row.key, row)
-    return list(first.values())
-
-
-def build(rows: dict[str, list[Row]]) -> dict[str, list[dict]]:
-    """File of the corpus -> rows, in the order of the user's files."""
-    prompt = lambda row: {"prompt": row.prompt, "prompt_sha256": sha256_text(row.prompt)}  # noqa: E731
-    pairs = {split: [row for row in rows["pairs.jsonl"] if row.split == split] for split in SPLITS}
-    demonstrations = rows["demonstrations.jsonl"]
-    if not demonstrations:  # several pairs may share their prompt and chosen answer
-        chosen = {(row.prompt, row.answers[0]): row for row in reversed(pairs["train"])}
-        demonstrations = list(reversed(chosen.values()))
-    rollouts = rows["prompts.jsonl"] or first_of_each_prompt(pairs["train"])
-    probes, factors = rows["probes.jsonl"], own_checks.varying(rows["probes.jsonl"])
-    asked = [(row, "test", row.id) for row in first_of_each_prompt(pairs["test"])]
-    asked += [(row, "probe", row.context) for row in probes]
-
-    def pair_rows(split: str) -> list[dict]:
-        return [
-            {
-                "id": row.id, "family": row.family, **prompt(row),
-                "chosen": row.answers[0], "rejected": row.answers[1],
-            }
-            for row in pairs[split]
-        ]  # fmt: skip
-
-    def label(row: Row) -> dict:
-        hidden = {"context", *factors} if row.file == "probes.jsonl" else set()
-        extra = {name: value for name, value in row.extra.items() if name not in hidden}
-        return {"id": row.id, **extra}
-
-    return {
-        "train/pairs.jsonl": pair_rows("train"),
-        "train/demonstrations.jsonl": [
-            {"id": row.id, **prompt(row), "response": row.answers[0]} for row in demonstrations
-        ],
-        "train/prompts.jsonl": [{"id": row.id, **prompt(row)} for row in rollouts],
-        "train/labels.jsonl": [label(row) for row in rollouts],
-        "validation/pairs.jsonl": pair_rows("validation"),
-        "heldout/pairs.jsonl": pair_rows("test"),
-        "heldout/prompts.jsonl": [
-            {"id": row.id, "population": population, "context": context, **prompt(row)}
-            for row, population, context in asked
-        ],
-        "heldout/labels.jsonl": [label(row) for row, _, _ in asked],
-        "heldout/probes.jsonl": [
-            {
-                "id": row.id, "context": row.context, **prompt(row),
-                "candidate": row.answers[0], **{name: row.extra[name] for name in factors},
-            }
-            for row in probes
-        ],
-    }  # fmt: skip
-
-
-def chat_for(args, profile: str, common: dict, rows: dict[str, list[dict]], fetch: bool):
+def chat_for(
+    args, profile: str, common: dict, rows: dict[str, list[Row]], fetch: bool
+) -> Chat | None:
     """A Chat without limits on the base model's tokenizer; None if that is not there and may not be
     fetched. The tiny one is made from the rows, here as later by its maker."""
     base = PROFILES[profile]["base"]
@@ -173,7 +51,7 @@ def chat_for(args, profile: str, common: dict, rows: dict[str, list[dict]], fetc
         folder = args.model_dir.resolve()
         return Chat({**config, **special_ids(folder), "model_dir": str(folder)})
     if base["source"] == "tiny":
-        prompts, answers = tiny_texts(rows)
+        prompts, answers = tiny_texts(build(rows))
         with tempfile.TemporaryDirectory() as work:
             tiny_tokenizer(prompts + answers, base["vocabulary"]).save_pretrained(work)
             return Chat({**config, "model_dir": work})
@@ -181,11 +59,8 @@ def chat_for(args, profile: str, common: dict, rows: dict[str, list[dict]], fetc
     if not folder.is_dir():
         if not fetch:
             return None
-        acquire(base, folder.parent, rows)
+        acquire(base, folder.parent, {})
     return Chat({**config, "model_dir": str(folder)})
-
-
-# ---- the gate -----------------------------------------------------------------------------------
 
 
 def gate(args, profile: str, common: dict) -> OwnData:
@@ -203,8 +78,8 @@ def gate(args, profile: str, common: dict) -> OwnData:
     while True:
         good = kept(rows, faults)
         bad = len(faults.rows)
-        fetch = not args.check and not faults.count()
-        chat = chat_for(args, profile, common, build(good), fetch)
+        fetch = not args.check and (args.drop_bad or not faults.count())
+        chat = chat_for(args, profile, common, good, fetch)
         longest = own_checks.token_faults(good, chat, common, faults) if chat else None
         # Without its bad rows the tiny tokenizer is another one, which may cut texts otherwise.
         tiny = not args.model_dir and PROFILES[profile]["base"]["source"] == "tiny"
@@ -213,9 +88,7 @@ def gate(args, profile: str, common: dict) -> OwnData:
     good = kept(rows, faults)
     too_few(args.data, good, profile, faults)
     corpus = build(good)
-    trial = None
-    if args.rubric:
-        trial = own_checks.rubric_faults(args.rubric, corpus, faults)
+    trial = own_checks.rubric_faults(args.rubric, corpus, faults) if args.rubric else None
     source = {
         "folder": args.data.resolve().name,
         "files": {
@@ -227,25 +100,22 @@ def gate(args, profile: str, common: dict) -> OwnData:
             for file in FILES
             if (args.data / file).is_file()
         },
-        "rubric": {"sha256": sha256_file(args.rubric), "test_pairs": trial} if trial else None,
+        "rubric": trial,
         "split": by,
         "derived": [
             name
             for name in ("demonstrations.jsonl", "prompts.jsonl")
             if not (args.data / name).is_file()
         ],
-        "factors": own_checks.varying(good["probes.jsonl"]),
+        "factors": varying(good["probes.jsonl"]),
         "dropped": faults.dropped() if args.drop_bad else {},
     }
     tell(args.data, source, corpus, chat, faults)
     if faults.whole or (faults.rows and not args.drop_bad):
+        cure = f" or leave the {len(faults.rows)} rows out with --drop-bad" * (not faults.whole)
         raise ValueError(
-            f"{args.data}: {faults.count()} faults, listed above; nothing was written. Correct them"
-            + (
-                ""
-                if faults.whole
-                else f", or leave the {len(faults.rows)} rows out with --drop-bad"
-            )
+            f"{args.data}: {faults.count()} faults, listed above; nothing was written; "
+            f"correct them{cure}"
         )
     fields = {name: dict(columns) for name, columns in FIELDS.items()}
     for name in OPEN:
@@ -302,7 +172,8 @@ def tell(folder: Path, source: dict, corpus: dict, chat: Chat | None, faults: Fa
     )
     if "demonstrations.jsonl" in source["derived"]:
         print(
-            f"  demonstrations: the {count['train/demonstrations.jsonl']} chosen answers of training"
+            f"  demonstrations: the {count['train/demonstrations.jsonl']} chosen answers of the "
+            "training pairs"
         )
     if "prompts.jsonl" in source["derived"]:
         print(
@@ -343,7 +214,7 @@ def tell(folder: Path, source: dict, corpus: dict, chat: Chat | None, faults: Fa
             print(f"  note: {path.name} is not read; known are {', '.join(FILES)}")
     if source["rubric"] is None:
         print("  note: no --rubric: only the learned score will be known")
-    elif trial := source["rubric"]["test_pairs"]:
+    elif trial := source["rubric"]:
         print(
             f"  rubric: passes {trial['chosen']} of {trial['pairs']} chosen and {trial['rejected']} "
             "rejected answers of the test pairs"
@@ -357,58 +228,3 @@ def tell(folder: Path, source: dict, corpus: dict, chat: Chat | None, faults: Fa
         )
     for line in faults.lines():
         print(f"  {line}")
-
-
-# ---- the audit ----------------------------------------------------------------------------------
-
-
-def audit(rows: dict[str, list[dict]]) -> dict:
-    """The claims of such a corpus, on rows as read from disk; returns the counts.
-
-    The first fault raises ValueError "<file> row <n>: <what>", n counted from 1.
-    """
-
-    def check(holds: bool, file: str, number: int, what: str) -> None:
-        if not holds:
-            raise ValueError(f"{file} row {number}: {what}")
-
-    check(set(rows) == set(FIELDS), "data", 0, f"files are {list(rows)}, wanted {list(FIELDS)}")
-    place_of, distinct = {}, set()
-    for file, content in rows.items():
-        check(bool(content) or "probes" in file, file, 1, "missing: the file has no rows")
-        ids = set()
-        for number, row in enumerate(content, 1):
-            names = set(row) if file not in OPEN else set(row) & set(FIELDS[file])
-            check(names == set(FIELDS[file]), file, number, f"fields are {list(row)}")
-            check(row["id"] not in ids, file, number, f"id {row['id']} stands there twice")
-            ids.add(row["id"])
-            if "prompt" not in row:
-                continue
-            check(row["prompt_sha256"] == sha256_text(row["prompt"]), file, number, "prompt_sha256")
-            place = file.split("/")[0]
-            if "probe" in (row.get("population"), "probe" if "candidate" in row else ""):
-                place = "probes"
-            known = place_of.setdefault(normalise(row["prompt"]), place)
-            check(known == place, file, number, f"its prompt is in {known} and in {place}")
-            if place in ("train", "validation") or file == "heldout/pairs.jsonl":
-                distinct.add(row["prompt"])
-            if "chosen" in row:
-                check(row["chosen"] != row["rejected"], file, number, "chosen equals rejected")
-    for kind in ("train", "heldout"):
-        file = f"{kind}/labels.jsonl"
-        prompts, labels = (
-            [row["id"] for row in rows[f"{kind}/{n}.jsonl"]] for n in ("prompts", "labels")
-        )
-        check(prompts == labels, file, 1, f"ids are not those of {kind}/prompts.jsonl")
-    prompt_of = {}
-    for number, row in enumerate(rows["heldout/probes.jsonl"], 1):
-        same = prompt_of.setdefault(row["context"], row["prompt"]) == row["prompt"]
-        check(same, "heldout/probes.jsonl", number, f"prompt differs within {row['context']}")
-    places = list(place_of.values())
-    return {
-        "rows": {file: len(rows[file]) for file in FIELDS},
-        "normalised_prompts_each_in_one_split": {p: places.count(p) for p in dict.fromkeys(places)},
-        "distinct_pair_demonstration_rollout_prompts": len(distinct),
-        "probe_contexts_with_one_prompt": len(prompt_of),
-        "heldout_contexts": len({row["context"] for row in rows["heldout/prompts.jsonl"]}),
-    }

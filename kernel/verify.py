@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from kernel import corpus, lineage, own_data, recompute, state
+from kernel import corpus, lineage, own_corpus, recompute, state
 from kernel.data import check_corpus, read_json, read_jsonl, sha256_file
 from kernel.lock import lock_folder
 from kernel.recompute import TRAINED, Run, equal
@@ -35,7 +35,7 @@ def data(run: Run) -> str:
     counts = {name: len(content) for name, content in rows.items()}
     equal("data/manifest.json rows", manifest["rows"], counts)
     if "source" in manifest:
-        equal("data/manifest.json audit", manifest["audit"], own_data.audit(rows))
+        equal("data/manifest.json audit", manifest["audit"], own_corpus.audit(rows))
     elif manifest["corpus"] == corpus.NAME:
         equal("data/manifest.json audit", manifest["audit"], corpus.audit(rows))
     return f"{sum(counts.values())} rows in {len(rows)} files, the audit holds"
