@@ -98,12 +98,11 @@ def probe_faults(probes: list[Row], test_ids: set[str], faults: Faults) -> None:
 def token_counts(chat: Chat, prompts: list[str]) -> dict[str, int]:
     """prompt -> tokens, as chat.prompt_ids counts them.
 
-    One by one that takes minutes for 100,000 rows. So the template is written once, around a mark, and
-    prompts are put in its place by the batch; a sample must give prompt_ids' own ids, else it is
-    taken one by one after all.
+    The template is written once, around a mark, and whole batches of prompts are put in its place;
+    unless a sample then gives prompt_ids' own ids, each prompt is counted by itself.
     """
     head, _, tail = chat.tokenizer.decode(chat.prompt_ids(MARK)).partition(MARK)
-    sample = spread(prompts, 50)
+    sample = [f" {MARK}\n", *spread(prompts, 50)]  # some templates strip blanks
     framed = encode(chat, [head + prompt + tail for prompt in sample])
     if framed != [chat.prompt_ids(prompt) for prompt in sample]:
         return {prompt: len(chat.prompt_ids(prompt)) for prompt in prompts}

@@ -112,9 +112,9 @@ def gate(args, profile: str, common: dict) -> OwnData:
     }
     tell(args.data, source, corpus, chat, faults)
     if faults.whole or (faults.rows and not args.drop_bad):
-        cure = f" or leave the {len(faults.rows)} rows out with --drop-bad" * (not faults.whole)
+        cure = f" or leave these rows ({len(faults.rows)}) out with --drop-bad" * (not faults.whole)
         raise ValueError(
-            f"{args.data}: {faults.count()} faults, listed above; nothing was written; "
+            f"{args.data}: faults: {faults.count()}, listed above; nothing was written; "
             f"correct them{cure}"
         )
     fields = {name: dict(columns) for name, columns in FIELDS.items()}
