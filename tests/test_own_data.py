@@ -645,7 +645,7 @@ def test_check_looks_and_writes_nothing(tmp_path):
     run = tmp_path / "run"
     flags = ("--profile", "tiny", "--data", EXAMPLE, "--check", "--run-dir", run)
     done = run_stage("00_prepare", *flags, "--rubric", EXAMPLE / "rubric.py")
-    assert "passes 31 of 31 chosen and 0 rejected" in done.stdout and not run.exists()
+    assert "passes 21 of 21 chosen and 0 rejected" in done.stdout and not run.exists()
     done = run_stage("00_prepare", *flags, "--response-limit", "10", check=False)
     assert done.returncode != 0 and "limit 10" in done.stdout and not run.exists()
     assert last_line(done).startswith("00_prepare: error: ") and "nothing was written" in last_line(
@@ -676,12 +676,12 @@ def example_run(tiny, tmp_path_factory) -> tuple[Path, tuple]:
 def test_the_example_runs_through_all_stages(example_run):
     run, _ = example_run
     results = read_json(run / "outputs/50_evaluate/results.json")
-    assert results["results"]["sft"]["all_unique_contexts"]["rows"] == 41
-    assert results["reward_accuracy"]["all"]["pairs"] == 31
-    kinds = {"all", "decision", "slot", "length", "greeting"}  # the ends of the ids
+    assert results["results"]["sft"]["all_unique_contexts"]["rows"] == 31
+    assert results["reward_accuracy"]["all"]["pairs"] == 21
+    kinds = {"all", "decision", "day", "length", "greeting"}  # the ends of the ids
     assert set(results["reward_accuracy"]) == kinds
     rows = read_jsonl(run / "outputs/50_evaluate/answers.jsonl")
-    assert {"greeting", "right_slot", "right_decision", "success"} <= set(rows[0]["verdict"])
+    assert {"greeting", "right_day", "right_decision", "success"} <= set(rows[0]["verdict"])
     assert (run / "outputs/60_probe/table.md").is_file()
     missing = verify.verify(Run(run))
     assert all("interrupt" in m or "resume" in m or "check" in m for m in missing)
