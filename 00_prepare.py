@@ -1,6 +1,6 @@
 """Stage 00: the base model, the corpus and its audit, and the settings that all stages share.
 
-In:   nothing but a profile (and, once, a download)
+In:   a profile (and, once, a download); --data: a folder with your own pairs (kernel/own_rows.py)
 Out:  models/<base>/              the base model, shared by all runs
       <run>/config.json           profile, shared settings, hashes of model and tokenizer
       <run>/data/                 train, validation and held-out rows; manifest.json with the audit

@@ -641,6 +641,21 @@ def test_the_example_is_what_its_script_makes(tmp_path):
         assert (tmp_path / name).read_bytes() == (EXAMPLE / name).read_bytes()
 
 
+def test_the_examples_rubric_agrees_with_its_preferences_and_probes():
+    rubric = load_function(EXAMPLE / "rubric.py", "rubric")
+    for row in read_jsonl(EXAMPLE / "pairs.jsonl"):
+        assert rubric(row["prompt"], row["chosen"], "eos", row)["success"]
+        assert not rubric(row["prompt"], row["chosen"], "length", row)["success"]
+        verdict = rubric(row["prompt"], row["rejected"], "eos", row)
+        fault = {"decision": "right_decision", "day": "right_day", "length": "short"}
+        failed = [key for key, value in verdict.items() if not value and key != "polite"]
+        kind = row["id"].rsplit("-", 1)[1]
+        assert failed == [fault.get(kind, kind), "success"]
+    for row in read_jsonl(EXAMPLE / "probes.jsonl"):
+        verdict = rubric(row["prompt"], row["candidate"], "eos", row)
+        assert (verdict["success"], verdict["polite"]) == (row["correct"], row["polite"])
+
+
 def test_check_looks_and_writes_nothing(tmp_path):
     run = tmp_path / "run"
     flags = ("--profile", "tiny", "--data", EXAMPLE, "--check", "--run-dir", run)
