@@ -375,6 +375,7 @@ def test_the_four_shapes_give_the_same_rows(tmp_path, capsys):
 def test_prompts_and_answers_of_other_rows(row, want):
     made = plain_row("pairs.jsonl", 1, row)
     assert (made.prompt, made.answers) == want
+    assert ("system turn" in made.shape) == ("Be brief." in made.prompt)
 
 
 @pytest.mark.parametrize(
@@ -671,6 +672,13 @@ def test_check_looks_and_writes_nothing(tmp_path):
 def test_a_rubric_without_data_is_refused(tmp_path):
     done = run_stage("00_prepare", "--run-dir", tmp_path / "run", "--rubric", "x.py", check=False)
     assert done.returncode != 0 and "go with --data" in last_line(done)
+
+
+def test_a_context_that_the_base_cannot_read_is_refused(tmp_path):
+    flags = ("--profile", "tiny", "--run-dir", tmp_path / "run", "--response-limit", "400")
+    done = run_stage("00_prepare", *flags, check=False)
+    assert done.returncode != 0
+    assert "--context-limit 656: the base reads 512 tokens" in last_line(done)
 
 
 @pytest.fixture(scope="module")
