@@ -1,6 +1,6 @@
 """Stage 00: the base model, the corpus and its audit, and the settings that all stages share.
 
-In:   nothing but a profile (and, once, a download)
+In:   a profile (and, once, a download); --data: a folder with your own pairs (kernel/own_rows.py)
 Out:  models/<base>/              the base model, shared by all runs
       <run>/config.json           profile, shared settings, hashes of model and tokenizer
       <run>/data/                 train, validation and held-out rows; manifest.json with the audit
@@ -8,15 +8,17 @@ Out:  models/<base>/              the base model, shared by all runs
     python 00_prepare.py                      # SmolLM2-135M, runs/smollm2
     python 00_prepare.py --profile tiny
     python 00_prepare.py --profile qwen --model-dir /path/to/Qwen2.5-0.5B-Instruct
+    python 00_prepare.py --data FOLDER --rubric FILE.py --run-dir runs/mine   # your own pairs
 
 An existing corpus is never overwritten: a second call checks it and changes nothing.
 """
 
+import hashlib
 from pathlib import Path
 
 import torch
 
-from kernel import run
+from kernel import own_data, run
 from kernel.acquire import acquire
 from kernel.chat import Chat, special_ids
 from kernel.data import (
@@ -26,7 +28,6 @@ from kernel.data import (
     sha256_file,
     write_atomic,
     write_json,
-    write_jsonl,
 )
 from kernel.lesson import CORPORA
 from kernel.lock import lock_folder
@@ -44,6 +45,11 @@ parser.add_argument(
     "--no-chat-template", action="store_true", help="a plain prompt form (kernel/chat.py PLAIN)"
 )
 parser.add_argument("--corpus", choices=CORPORA, help="default: the run folder's, or office")
+mine = parser.add_argument_group("your own data (the README says what the files hold)")
+mine.add_argument("--data", type=Path, metavar="FOLDER", help="pairs.jsonl and what else there is")
+mine.add_argument("--rubric", type=Path, metavar="FILE.py", help="with a function rubric")
+mine.add_argument("--drop-bad", action="store_true", help="leave out the rows that have a fault")
+mine.add_argument("--check", action="store_true", help="look for faults, write nothing")
 shared = parser.add_argument_group("settings fixed here for all stages (default: the profile's)")
 shared.add_argument("--base-dtype", choices=("bfloat16", "float32"))
 shared.add_argument("--device", choices=("auto", "cpu", "cuda"))
@@ -51,6 +57,9 @@ shared.add_argument("--threads", type=int, help="of 10, 20, 30; part of what mak
 shared.add_argument("--threads-alone", type=int, help="of 40, 50, 60, which run alone")
 shared.add_argument("--lora-r", type=int)
 shared.add_argument("--lora-alpha", type=float)
+shared.add_argument("--prompt-limit", type=int, help="tokens, chat template included")
+shared.add_argument("--response-limit", type=int, help="tokens, end token included")
+shared.add_argument("--context-limit", type=int, help="tokens (default: the sum of both)")
 
 # ---- run folder and settings --------------------------------------------------------------------
 
@@ -58,13 +67,29 @@ run.one_line_errors("00_prepare")
 args = parser.parse_args()
 profile, folder = run.run_folder(args)
 common = run.override(PROFILES[profile]["common"], args)
+if args.context_limit is None:
+    common["context_limit"] = common["prompt_limit"] + common["response_limit"]
 base = PROFILES[profile]["base"]
+recorded = read_json(folder / "config.json")["common"] if (folder / "config.json").is_file() else {}
+if args.no_chat_template or not recorded.get(
+    "chat_template", True
+):  # decided once, when it was made
+    common["chat_template"] = False
+if args.data:
+    if args.corpus:
+        raise ValueError("either --data or --corpus")
+    corpus = own_data.gate(args, profile, common)
+    if args.check:
+        print("00_prepare: nothing is in the way; nothing was written (--check)")
+        raise SystemExit
+elif args.rubric or args.drop_bad or args.check:
+    raise ValueError("--rubric, --drop-bad and --check go with --data FOLDER")
 common["device"] = run.resolve_device(common["device"])
 run.check_writable(folder)
 if note := lock_folder(folder):
     print(f"00_prepare: {note}")
-if (folder / "config.json").is_file() and not args.base_dtype:  # decided once, when it was made
-    common["base_dtype"] = read_json(folder / "config.json")["common"]["base_dtype"]
+if recorded and not args.base_dtype:  # decided once, too
+    common["base_dtype"] = recorded["base_dtype"]
 elif not args.base_dtype and common["device"] == "cpu" and common["base_dtype"] == "bfloat16":
     slower = run.bfloat16_slowdown()
     if slower > 1.5:
@@ -73,40 +98,44 @@ elif not args.base_dtype and common["device"] == "cpu" and common["base_dtype"] 
             f"base dtype: float32, because bfloat16 is {slower:.1f} times slower on this processor "
             "(--base-dtype bfloat16 takes it all the same)"
         )
-recorded = read_json(folder / "config.json")["common"] if (folder / "config.json").is_file() else {}
-if args.no_chat_template or not recorded.get("chat_template", True):  # decided once, too
-    common["chat_template"] = False
 data = folder / "data"
 
 # ---- corpus and audit ---------------------------------------------------------------------------
 
-made = check_corpus(data)["corpus"] if (data / "manifest.json").is_file() else None
-known = [key for key, corpus in CORPORA.items() if corpus.name == made]
-corpus = CORPORA[args.corpus or (known[0] if known else "office")]
+made = check_corpus(data) if (data / "manifest.json").is_file() else None
+if not args.data:
+    known = [key for key, c in CORPORA.items() if made and c.name == made["corpus"]]
+    corpus = CORPORA[args.corpus or (known[0] if known else "office")]
 rows = corpus.build()
 audit = corpus.audit(rows)  # stops at the first row that breaks a rule, naming file and row
-if made and made != corpus.name:
-    raise ValueError(f"{folder} holds the corpus {made}, not {corpus.name}; use another --run-dir")
+files = {name: as_jsonl(content).encode("utf-8") for name, content in rows.items()}
+files["rubric.py"] = corpus.rubric.read_bytes()
 if made:
+    changed = [n for n in files if hashlib.sha256(files[n]).hexdigest() != made["sha256"].get(n)]
+    if changed or made["corpus"] != corpus.name:
+        raise ValueError(
+            f"{folder} holds the corpus {made['corpus']}, and {corpus.name} differs from it "
+            f"({', '.join(changed[:4]) or 'its name'}); use another --run-dir"
+        )
     print(f"corpus: {data} is there and unchanged")
 else:
     for path in sorted(data.rglob("*.jsonl")):  # left by a crash, or somebody else's?
-        content = rows.get(path.relative_to(data).as_posix())
-        if content is None or path.read_bytes() != as_jsonl(content).encode("utf-8"):
+        if path.read_bytes() != files.get(path.relative_to(data).as_posix()):
             raise ValueError(
                 f"{path} is not from this corpus, and {data} has no manifest; move it away, "
                 "nothing is overwritten"
             )
-    for name, content in rows.items():
-        write_jsonl(data / name, content)
-    write_atomic(data / "rubric.py", corpus.rubric.read_bytes())
+    for name, content in files.items():
+        write_atomic(data / name, content)
     manifest = {
         "corpus": corpus.name,
         "fields": corpus.fields,
         "rows": {name: len(content) for name, content in rows.items()},
         "audit": audit,
-        "sha256": {name: sha256_file(data / name) for name in [*rows, "rubric.py"]},
+        "sha256": {name: sha256_file(data / name) for name in files},
     }
+    if corpus.source:
+        manifest["source"] = corpus.source
     write_json(data / "manifest.json", manifest)  # last: without it the corpus does not count
 
 # ---- base model ---------------------------------------------------------------------------------
@@ -126,11 +155,18 @@ else:
     model_dir = acquire(base, run.REPOSITORY / "models", rows)
     common["model_dir"] = model_dir.relative_to(run.REPOSITORY).as_posix()
 chat = Chat({**common, "model_dir": str(model_dir)})
+positions = read_json(model_dir / "config.json").get("max_position_embeddings")
+if positions and common["context_limit"] > positions:
+    raise ValueError(
+        f"--context-limit {common['context_limit']}: the base reads {positions} tokens"
+    )
 
 # ---- every row fits its limits, told now and not in the middle of training ----------------------
 
-longest = {"prompt": 0, "response": 0}
-for name, content in rows.items():
+longest = corpus.longest or {"prompt": 0, "response": 0}
+for name, content in (
+    rows.items() if not corpus.longest else ()
+):  # the gate did it for the user's own
     for number, row in enumerate(content, start=1):
         where = f"data/{name} row {number}"
         if "prompt" in row:

@@ -28,6 +28,9 @@ options
   --run-dir DIR     run folder (default: runs/<profile>)
   --model-dir DIR   a local folder with the base model instead of a download
   --profile NAME    of an exercise: smollm2 (default), tiny or qwen
+  --data DIR        your own preference pairs instead of the built-in corpus (the README shows the files)
+  --rubric FILE.py  their rubric
+  --drop-bad, --prompt-limit N, --response-limit N, --context-limit N      as in 00_prepare.py --help
   --redo            remove results whose inputs have changed and make them again
   --fresh           start anew in a new folder (runs/<profile>-2, -3, ...); the old run stays
   --help            this text
@@ -55,7 +58,7 @@ if [ $# -gt 0 ]; then
         *) echo "run_all.sh: unknown command '$1'; bash run_all.sh --help lists them" >&2; exit 2 ;;
     esac
 fi
-run_dir="" model_dir="" redo=() fresh="" profile="$mode" exercises=()
+run_dir="" prepare=() redo=() fresh="" profile="$mode" exercises=()
 case "$mode" in
     exercise)
         [ $# -ge 1 ] || { echo "run_all.sh: exercise needs a name; --help lists them" >&2; exit 2; }
@@ -68,14 +71,18 @@ if [ "$mode" = verify ] || [ "$mode" = report ]; then
 elif [ "$mode" != test ]; then
     while [ $# -gt 0 ]; do
         case "$1" in
-            --run-dir | --model-dir)
-                [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a folder" >&2; exit 2; }
-                if [ "$1" = --run-dir ]; then run_dir="$(absolute "$2")"; else model_dir="$(absolute "$2")"; fi
+            --run-dir | --model-dir | --data | --rubric)
+                [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a folder or file" >&2; exit 2; }
+                if [ "$1" = --run-dir ]; then run_dir="$(absolute "$2")"; else prepare+=("$1" "$(absolute "$2")"); fi
                 shift 2 ;;
             --profile)
                 [ $# -ge 2 ] && [ ${#exercises[@]} -gt 0 ] ||
                     { echo "run_all.sh: --profile NAME belongs to an exercise" >&2; exit 2; }
                 profile="$2"; shift 2 ;;
+            --prompt-limit | --response-limit | --context-limit)
+                [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a number" >&2; exit 2; }
+                prepare+=("$1" "$2"); shift 2 ;;
+            --drop-bad) prepare+=("$1"); shift ;;
             --redo) redo=(--redo); shift ;;
             --fresh) fresh=yes; shift ;;
             --help | -h) usage; exit 0 ;;
@@ -122,7 +129,7 @@ esac
 
 run_dir="${run_dir:-$here/runs/$profile}"
 if [ ${#exercises[@]} -gt 0 ]; then
-    [ -z "$model_dir$fresh" ] ||
+    [ ${#prepare[@]} -eq 0 ] && [ -z "$fresh" ] ||
         { echo "run_all.sh: an exercise takes --profile, --run-dir and --redo only" >&2; exit 2; }
     exec "$python" -m kernel.exercises "$run_dir" "${exercises[@]}" --profile "$profile" ${redo[@]+"${redo[@]}"}
 fi
@@ -147,7 +154,7 @@ flags=(--profile "$mode" --run-dir "$run_dir")
 
 failed() { # stage, status
     local again="bash run_all.sh $mode --run-dir '$run_dir'"
-    [ -z "$model_dir" ] || again="$again --model-dir '$model_dir'"
+    [ ${#prepare[@]} -eq 0 ] || again="$again$(printf " '%s'" "${prepare[@]}")"
     if [ "$2" -eq 130 ]; then
         echo "run_all.sh: stopped in $1; to go on: $again" >&2
     elif [ "$2" -gt 128 ]; then
@@ -208,7 +215,7 @@ trained() { # stage name
     stage "$name" --variant check
 }
 
-if [ -n "$model_dir" ]; then stage 00_prepare --model-dir "$model_dir"; else stage 00_prepare; fi
+stage 00_prepare ${prepare[@]+"${prepare[@]}"}
 trained 10_sft
 trained 20_reward
 trained 30_ppo

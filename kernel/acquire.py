@@ -189,7 +189,10 @@ def tiny_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=special, initial_alphabet=sorted(alphabet)
+        vocab_size=vocabulary,
+        special_tokens=special,
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(

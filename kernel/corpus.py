@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import random
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from kernel.rubric import ACTIONS, PHRASES, evaluate_response, response
 
@@ -83,6 +85,20 @@ FIELDS = {
         "expected_action",
     }.items()
 }
+
+
+class Corpus(NamedTuple):
+    """What 00_prepare.py needs of a corpus, built in or somebody's own."""
+
+    name: str
+    fields: dict[str, dict[str, str]]  # file -> field -> meaning
+    rubric: Path
+    build: Callable[[], dict[str, list[dict]]]  # file -> rows
+    audit: Callable[
+        [dict[str, list[dict]]], dict
+    ]  # ValueError naming file and row, or what it found
+    source: dict | None = None  # of somebody's own: files, shapes, what was derived and dropped
+    longest: dict[str, int] | None = None  # tokens of the longest prompt and response, if looked at
 
 
 def sha256(text: str) -> str:

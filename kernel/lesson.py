@@ -10,12 +10,10 @@ two-rewards   OfficeHelpPrefs with two more sets of pairs on the same prompts: `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from kernel import corpus
-from kernel.corpus import ACTIONS, normalise, sha256, wrong_action
+from kernel.corpus import ACTIONS, Corpus, normalise, sha256, wrong_action
 from kernel.lesson_rubric import rubric
 from kernel.rubric import response
 
@@ -83,18 +81,6 @@ LESSON_FIELDS = {
         "heldout/probes.jsonl": "id context prompt prompt_sha256 candidate correct padded expected",
     }.items()
 }
-
-
-class Corpus(NamedTuple):
-    """What 00_prepare.py needs of a corpus."""
-
-    name: str
-    fields: dict[str, dict[str, str]]  # file -> field -> meaning
-    rubric: Path
-    build: Callable[[], dict[str, list[dict]]]  # file -> rows
-    audit: Callable[
-        [dict[str, list[dict]]], dict
-    ]  # ValueError naming file and row, or what it found
 
 
 # ---- lesson -------------------------------------------------------------------------------------
