@@ -322,7 +322,7 @@ def test_byte_order_mark_windows_lines_and_blank_lines_are_accepted(tmp_path):  
     lines = [json.dumps(row, ensure_ascii=False) for row in pairs()]
     raw = b"\xef\xbb\xbf" + "\r\n".join(lines).encode()
     other = look(write(tmp_path / "other", pairs=raw))
-    assert other.rows == plain.rows
+    assert other.build() == plain.build()
 
 
 def test_the_four_shapes_give_the_same_rows(tmp_path, capsys):
@@ -348,12 +348,12 @@ def test_the_four_shapes_give_the_same_rows(tmp_path, capsys):
 
     # Common words at the beginning of both answers belong to the prompt where none is named.
     distinct = [{**row, "rejected": f"Perhaps {row['rejected']}"} for row in rows]
-    want = look(write(tmp_path / "mine", pairs=distinct)).rows
+    want = look(write(tmp_path / "mine", pairs=distinct)).build()
     for explicit in (True, False):
         for messages in (True, False):
             made = [shaped(row, explicit, messages) for row in distinct]
             capsys.readouterr()
-            assert look(write(tmp_path / "mine", pairs=made)).rows == want
+            assert look(write(tmp_path / "mine", pairs=made)).build() == want
             name = (
                 f"{'ex' if explicit else 'im'}plicit prompt, {'messages' if messages else 'text'}"
             )
@@ -400,17 +400,22 @@ def test_absent_files_are_derived_from_the_training_pairs_and_it_is_said(tmp_pat
     rows.append({**rows[9], "rejected": "It is a number."})  # the same for a test prompt
     made = look(write(tmp_path / "mine", pairs=rows))
     train = [row for row in rows[:60] if row["split"] == "train"]
-    have = [(row["prompt"], row["response"]) for row in made.rows["train/demonstrations.jsonl"]]
+    have = [(row["prompt"], row["response"]) for row in made.build()["train/demonstrations.jsonl"]]
     assert have == [(row["prompt"], row["chosen"]) for row in train]
-    assert [r["prompt"] for r in made.rows["train/prompts.jsonl"]] == [r["prompt"] for r in train]
-    assert len(made.rows["train/pairs.jsonl"]) == 49 and len(made.rows["heldout/pairs.jsonl"]) == 7
-    contexts = [row["context"] for row in made.rows["heldout/prompts.jsonl"]]
+    assert [r["prompt"] for r in made.build()["train/prompts.jsonl"]] == [
+        r["prompt"] for r in train
+    ]
+    assert (
+        len(made.build()["train/pairs.jsonl"]) == 49
+        and len(made.build()["heldout/pairs.jsonl"]) == 7
+    )
+    contexts = [row["context"] for row in made.build()["heldout/prompts.jsonl"]]
     assert len(contexts) == len(set(contexts)) == 6  # a prompt is one situation, not two
     out = capsys.readouterr().out
     assert "demonstrations: the 48 chosen answers of the training pairs" in out
     assert "rollout prompts: the 48 prompts of the training pairs" in out
     assert "no probes.jsonl" in out and "only 6 distinct test prompts" in out
-    assert made.SOURCE["derived"] == ["demonstrations.jsonl", "prompts.jsonl"]
+    assert made.source["derived"] == ["demonstrations.jsonl", "prompts.jsonl"]
 
 
 def test_given_files_are_taken_as_they_are(tmp_path):
@@ -418,15 +423,15 @@ def test_given_files_are_taken_as_they_are(tmp_path):
     prompts = [{"prompt": f"Name {n}.", "number": n} for n in range(16)]
     folder = write(tmp_path / "mine", pairs=pairs(), demonstrations=demonstrations, prompts=prompts)
     made = look(folder)
-    assert [row["response"] for row in made.rows["train/demonstrations.jsonl"]] == [
+    assert [row["response"] for row in made.build()["train/demonstrations.jsonl"]] == [
         row["response"] for row in demonstrations
     ]
-    assert [row["prompt"] for row in made.rows["train/prompts.jsonl"]] == [
+    assert [row["prompt"] for row in made.build()["train/prompts.jsonl"]] == [
         row["prompt"] for row in prompts
     ]
-    labels = made.rows["train/labels.jsonl"]
+    labels = made.build()["train/labels.jsonl"]
     assert [row["number"] for row in labels] == [*range(16)]
-    assert made.SOURCE["derived"] == []
+    assert made.source["derived"] == []
 
 
 def test_further_columns_reach_the_labels_and_never_a_prompt_file(tmp_path):
@@ -436,17 +441,17 @@ def test_further_columns_reach_the_labels_and_never_a_prompt_file(tmp_path):
         for c in ("P0", "P1") for correct in (True, False) for polite in (True, False)
     ]  # fmt: skip
     made = look(write(tmp_path / "mine", pairs=rows, probes=probes))
-    for file, content in made.rows.items():
+    for file, content in made.build().items():
         text = json.dumps(content)
         assert ("secret" in text) == ("labels" in file), file
-    test, *_, last = made.rows["heldout/labels.jsonl"]
+    test, *_, last = made.build()["heldout/labels.jsonl"]
     assert test == {"id": "000010-pair", "secret": {"answer": 9}}
     # What is the same for all candidates describes the prompt; what differs is a factor.
     assert last == {"id": "000008-probe", "urgent": True, "secret": "s"}
-    assert set(made.rows["heldout/probes.jsonl"][0]) == {
+    assert set(made.build()["heldout/probes.jsonl"][0]) == {
         "id", "context", "prompt", "prompt_sha256", "candidate", "correct", "polite"
     }  # fmt: skip
-    assert made.SOURCE["factors"] == ["correct", "polite"]
+    assert made.source["factors"] == ["correct", "polite"]
     assert made.FIELDS["heldout/labels.jsonl"].keys() == {"id", "secret", "urgent"}
 
 
@@ -457,9 +462,9 @@ def test_bad_rows_are_dropped_only_on_request_and_counted_by_kind(tmp_path, caps
     with pytest.raises(ValueError, match=r"leave these rows \(4\) out with --drop-bad"):
         look(folder)
     made = look(folder, drop_bad=True)
-    assert made.rows == look(write(tmp_path / "good", pairs=rows)).rows
+    assert made.build() == look(write(tmp_path / "good", pairs=rows)).build()
     want = {"field": 1, "empty": 1, "too long": 1, "duplicate": 1}
-    assert made.SOURCE["dropped"] == want
+    assert made.source["dropped"] == want
     assert "dropped 4 rows: 1 field, 1 empty, 1 too long, 1 duplicate" in capsys.readouterr().out
 
 
@@ -508,7 +513,7 @@ def test_same_prompt_same_split_whatever_its_spelling(tmp_path):
             prompt = [prompt, prompt.upper() + "\u00a0", prompt.replace("What", "Ｗhat  ")][copy]
             rows.append({**row, "prompt": prompt, "rejected": f"{number} {copy}"})
     draw.shuffle(rows)
-    found = places(look(write(tmp_path / "mine", pairs=rows)).rows)
+    found = places(look(write(tmp_path / "mine", pairs=rows)).build())
     assert len(found) == 360
     for row in pairs(120):
         spelled = [
@@ -521,9 +526,9 @@ def test_same_prompt_same_split_whatever_its_spelling(tmp_path):
 
 def test_more_rows_and_another_order_move_no_prompt(tmp_path):
     rows = without_split(pairs(400))
-    first = places(look(write(tmp_path / "mine", pairs=rows[:200])).rows)
+    first = places(look(write(tmp_path / "mine", pairs=rows[:200])).build())
     random.Random(5).shuffle(rows)
-    later = places(look(write(tmp_path / "mine", pairs=rows)).rows)
+    later = places(look(write(tmp_path / "mine", pairs=rows)).build())
     assert set(first.values()) == {"train", "validation", "heldout"} and len(later) == 400
     assert {prompt: later[prompt] for prompt in first} == first
 
@@ -564,7 +569,7 @@ def test_the_audit_finds_a_prompt_in_two_splits(example_rows):  # case B10
 
 @pytest.fixture(scope="module")
 def example_rows() -> dict[str, list[dict]]:
-    return look(EXAMPLE, EXAMPLE / "rubric.py").rows
+    return look(EXAMPLE, EXAMPLE / "rubric.py").build()
 
 
 # ---- rubric -------------------------------------------------------------------------------------
@@ -609,7 +614,7 @@ def test_the_rubric_is_compared_with_the_preferences(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "passes 0 of 6 chosen and 6 rejected answers of the test pairs" in out
     assert "are the columns swapped?" in out
-    assert made.SOURCE["rubric"] == {"pairs": 6, "chosen": 0, "rejected": 6}
+    assert made.source["rubric"] == {"pairs": 6, "chosen": 0, "rejected": 6}
 
 
 def test_without_a_rubric_nothing_is_judged(tmp_path):
@@ -623,13 +628,13 @@ def test_without_a_rubric_nothing_is_judged(tmp_path):
 def test_the_tiny_base_is_made_from_the_users_training_text(tmp_path):
     rows = pairs()
     rows[0]["chosen"] = "Ünïcödé 🙂 " + rows[0]["chosen"]
-    corpus = look(write(tmp_path / "mine", pairs=rows)).rows
+    corpus = look(write(tmp_path / "mine", pairs=rows)).build()
     base = {**PROFILES["tiny"]["base"], "pretrain_updates": 2}
     folder = acquire(base, tmp_path / "models", corpus)
     chat = Chat({**COMMON, "model_dir": str(folder)})
     assert chat.decode(chat.response_ids(rows[0]["chosen"])) == rows[0]["chosen"]
     assert len(chat.response_ids("It may be")) <= 4  # words of these texts are tokens of their own
-    other = look(write(tmp_path / "mine", pairs=pairs())).rows
+    other = look(write(tmp_path / "mine", pairs=pairs())).build()
     assert acquire(base, tmp_path / "models", other) != folder
 
 
