@@ -44,6 +44,7 @@ parser.add_argument(
 parser.add_argument(
     "--no-chat-template", action="store_true", help="a plain prompt form (kernel/chat.py PLAIN)"
 )
+parser.add_argument("--system", metavar="TEXT", help="system turn before every prompt")
 parser.add_argument("--corpus", choices=CORPORA, help="default: the run folder's, or office")
 mine = parser.add_argument_group("your own data (the README says what the files hold)")
 mine.add_argument("--data", type=Path, metavar="FOLDER", help="pairs.jsonl and what else there is")
@@ -71,10 +72,11 @@ if args.context_limit is None:
     common["context_limit"] = common["prompt_limit"] + common["response_limit"]
 base = PROFILES[profile]["base"]
 recorded = read_json(folder / "config.json")["common"] if (folder / "config.json").is_file() else {}
-if args.no_chat_template or not recorded.get(
-    "chat_template", True
-):  # decided once, when it was made
+common |= {key: recorded[key] for key in ("chat_template", "system") if key in recorded}
+if args.no_chat_template:  # decided once, when the folder was made, like the system turn
     common["chat_template"] = False
+if args.system is not None:
+    common["system"] = args.system
 if args.data:
     if args.corpus:
         raise ValueError("either --data or --corpus")

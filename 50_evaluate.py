@@ -19,7 +19,7 @@ is not satisfaction; 520 answers are not 520 situations.
 
 from kernel import run
 from kernel.chat import Chat
-from kernel.data import load_function, read_jsonl, write_atomic, write_json, write_jsonl
+from kernel.data import load_rubric, read_jsonl, write_atomic, write_json, write_jsonl
 from kernel.model import load_adapter, make_role
 from kernel.preference import pair_accuracy
 from kernel.report import answer_figures, by_variant, evaluation, results_table, show
@@ -49,7 +49,7 @@ config, device = stage.config, stage.device
 chat = Chat(config)
 answers = read_jsonl(stage.dir / GENERATIONS)
 labels = {row["id"]: row for row in read_jsonl(stage.dir / LABELS)}
-rubric = load_function(stage.dir / RUBRIC, "rubric")
+rubric = load_rubric(stage.dir / RUBRIC)
 pair_rows = read_jsonl(stage.dir / PAIRS)
 pairs = chat.encode_pairs(pair_rows, PAIRS)
 
@@ -90,8 +90,7 @@ lines = results_table(figures["results"])
 lines += [
     "",
     f"{len(answers)} answers are not {len(answers)} independent situations: each policy met "
-    f"{differences['score']['pairs']} distinct prompts, and the actions and phrasing are shared by "
-    "all splits.",
+    f"{differences['score']['pairs']} distinct prompts.",
     "",
 ]
 for name, d in differences.items():

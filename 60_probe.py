@@ -29,7 +29,7 @@ from kernel import run
 from kernel.chat import Chat
 from kernel.courtesy import count_courtesy
 from kernel.data import (
-    load_function,
+    load_rubric,
     read_jsonl,
     sha256_file,
     spread,
@@ -102,7 +102,7 @@ both = answered(answers)
 asked = [sft for sft, _ in both if sft["population"] == "probe"]
 asked = asked or spread([sft for sft, _ in both], 20)  # a corpus need not have probes
 labels = {row["id"]: row for row in read_jsonl(stage.dir / LABELS)}
-rubric = load_function(stage.dir / RUBRIC, "rubric")
+rubric = load_rubric(stage.dir / RUBRIC)
 
 # ---- model --------------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ options
   --profile NAME    of an exercise: smollm2 (default), tiny or qwen
   --data DIR        your own preference pairs instead of the built-in corpus (the README shows the files)
   --rubric FILE.py  their rubric
-  --drop-bad, --prompt-limit N, --response-limit N, --context-limit N      as in 00_prepare.py --help
+  --drop-bad, --no-chat-template, --system TEXT, --prompt-limit N, --response-limit N, --context-limit N
+                    as in 00_prepare.py --help
   --redo            remove results whose inputs have changed and make them again
   --fresh           start anew in a new folder (runs/<profile>-2, -3, ...); the old run stays
   --help            this text
@@ -79,10 +80,10 @@ elif [ "$mode" != test ]; then
                 [ $# -ge 2 ] && [ ${#exercises[@]} -gt 0 ] ||
                     { echo "run_all.sh: --profile NAME belongs to an exercise" >&2; exit 2; }
                 profile="$2"; shift 2 ;;
-            --prompt-limit | --response-limit | --context-limit)
-                [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a number" >&2; exit 2; }
+            --prompt-limit | --response-limit | --context-limit | --system)
+                [ $# -ge 2 ] || { echo "run_all.sh: $1 needs a value" >&2; exit 2; }
                 prepare+=("$1" "$2"); shift 2 ;;
-            --drop-bad) prepare+=("$1"); shift ;;
+            --drop-bad | --no-chat-template) prepare+=("$1"); shift ;;
             --redo) redo=(--redo); shift ;;
             --fresh) fresh=yes; shift ;;
             --help | -h) usage; exit 0 ;;

@@ -123,9 +123,10 @@ def model_card(run, merged: bool, proofs: list[str]) -> str:
     if not Path(run.made["common"]["model_dir"]).is_absolute():
         given = ", ".join(f"{key} {value}" for key, value in run.made["base"].items())
         source = f"as 00_prepare.py makes it ({given})"
-    prompt = f"the tokenizer's chat template with the system turn {json.dumps(SYSTEM)}"
+    system = config.get("system", SYSTEM)
+    prompt = f"the tokenizer's chat template with the system turn {json.dumps(system)}"
     if not config.get("chat_template", True):
-        prompt = f"the text {json.dumps(PLAIN.format(system=SYSTEM, prompt='...'))}"
+        prompt = f"the text {json.dumps(PLAIN.format(system=system, prompt='...'))}"
     return CARD.format(
         base=base_name(run.made),
         source=source,

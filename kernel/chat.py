@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-# Said explicitly: without a system turn several templates insert one of their own.
+# Said explicitly: without a system turn several templates insert one of their own. --system replaces it.
 SYSTEM = "You are a helpful office assistant."
 
 
@@ -58,6 +58,8 @@ class Chat:
         self.tokenizer = load_tokenizer(folder)
         self.eos_id, self.pad_id = config["eos_id"], config["pad_id"]
         self.template = config.get("chat_template", True)  # False: the plain form
+        self.system = config.get("system", SYSTEM)
+        self._check_text(self.system, "--system")
         self.vocabulary = len(self.tokenizer)
         self.prompt_limit = config["prompt_limit"]
         self.response_limit = config["response_limit"]
@@ -68,12 +70,12 @@ class Chat:
         self._check_text(prompt, where)
         if self.template:
             text = self.tokenizer.apply_chat_template(
-                [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}],
+                [{"role": "system", "content": self.system}, {"role": "user", "content": prompt}],
                 tokenize=False,
                 add_generation_prompt=True,
             )
         else:
-            text = PLAIN.format(system=SYSTEM, prompt=prompt)
+            text = PLAIN.format(system=self.system, prompt=prompt)
         # The template writes its own control tokens; adding special tokens would double them.
         ids = self.tokenizer(text, add_special_tokens=not self.template).input_ids
         if ids[-1] == self.eos_id and not self.template:

@@ -123,6 +123,26 @@ def load_function(path: Path, name: str):
     return function
 
 
+def load_rubric(path: Path):
+    """The rubric of a corpus: rubric(prompt, response, finish_reason, row) -> dict with `success`.
+
+    ValueError with one line, naming the file and the row, if it raises or says nothing about success.
+    """
+    own = load_function(path, "rubric")
+
+    def rubric(prompt: str, response: str | None, finish_reason: str, row: dict) -> dict:
+        where = f"{path}: the rubric, on row {row.get('id', '?')}"
+        try:
+            verdict = own(prompt, response, finish_reason, row)
+        except Exception as error:
+            raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+        if not isinstance(verdict, dict) or "success" not in verdict:
+            raise ValueError(f"{where}: returned {verdict!r}, wanted a dict with 'success'")
+        return verdict
+
+    return rubric
+
+
 def inside(folder: Path, name: str) -> Path:
     """A file that a manifest names, as a path. Raises ValueError if it lies outside the run folder."""
     path = folder / name

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kernel.calibration import card
 from kernel.chat import Chat
-from kernel.data import load_function, read_json, read_jsonl, spread
+from kernel.data import load_rubric, read_json, read_jsonl, spread
 from kernel.lock import take
 from kernel.model import load_adapter, make_role
 from kernel.probe import by_iteration, judged_rollouts
@@ -123,7 +123,7 @@ class Lab:
         """The samples of a named PPO run with the rubric's verdict, which training never saw."""
         prompts = {r["id"]: r["prompt"] for r in read_jsonl(self.dir / "data/train/prompts.jsonl")}
         labels = {r["id"]: r for r in read_jsonl(self.dir / "data/train/labels.jsonl")}
-        rubric = load_function(self.dir / "data/rubric.py", "rubric")
+        rubric = load_rubric(self.dir / "data/rubric.py")
         return judged_rollouts(self.rollouts(name), prompts, labels, rubric)
 
 

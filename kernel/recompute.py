@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from kernel import ledger, ppo, probe, probe_tables, report, state
 from kernel.chat import Chat
 from kernel.courtesy import count_courtesy
-from kernel.data import Draws, load_function, read_json, read_jsonl
+from kernel.data import Draws, load_rubric, read_json, read_jsonl
 from kernel.optim import learning_rate
 from kernel.run import REPOSITORY
 
@@ -195,7 +195,7 @@ def generations(run: Run) -> str:
 def evaluation(run: Run) -> str:
     """Verdicts from the answers' own words, tables from the verdicts."""
     labels = {row["id"]: row for row in run.rows("data/heldout/labels.jsonl")}
-    rubric = load_function(run.dir / "data/rubric.py", "rubric")
+    rubric = load_rubric(run.dir / "data/rubric.py")
     written = run.rows("outputs/40_generate/generations.jsonl")
     answers = run.rows("outputs/50_evaluate/answers.jsonl")
     for row, source in zip(answers, written, strict=True):
@@ -230,7 +230,7 @@ def probes(run: Run) -> str:
         run.rows("outputs/30_ppo/continuous/rollouts.jsonl"),
         {row["id"]: row["prompt"] for row in run.rows("data/train/prompts.jsonl")},
         {row["id"]: row for row in run.rows("data/train/labels.jsonl")},
-        load_function(run.dir / "data/rubric.py", "rubric"),
+        load_rubric(run.dir / "data/rubric.py"),
     )
     figures = probe.all_figures(
         candidates, pairs, doses, samples, answers,
@@ -253,7 +253,7 @@ def probes(run: Run) -> str:
 def probe_rows(run: Run, candidates, pairs, doses, samples, asked: dict[str, dict]) -> None:
     """What stands beside the scores in the rows of the probe stage. asked: SFT's answer by context."""
     chat = Chat({**run.common, "model_dir": str(run.model_dir)})
-    rubric = load_function(run.dir / "data/rubric.py", "rubric")
+    rubric = load_rubric(run.dir / "data/rubric.py")
     labels = {row["id"]: row for row in run.rows("data/heldout/labels.jsonl")}
     source = {
         (split, row["id"]): row

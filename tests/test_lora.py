@@ -444,4 +444,6 @@ def test_metadata_says_role_scale_and_base(saved):
     _, path, _ = saved
     with safe_open(path, framework="pt") as file:
         meaning = json.loads(file.metadata()["adapter"])
-    assert meaning == {"role": "reward", "lora_r": 8, "lora_alpha": 16, "base_sha256": BASE}
+    assert meaning == {
+        "role": "reward", "lora_r": 8, "lora_alpha": 16, "base_sha256": BASE, "pooling": "last",
+    }  # fmt: skip

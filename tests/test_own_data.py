@@ -452,7 +452,7 @@ def test_further_columns_reach_the_labels_and_never_a_prompt_file(tmp_path):
         "id", "context", "prompt", "prompt_sha256", "candidate", "correct", "polite"
     }  # fmt: skip
     assert made.source["factors"] == ["correct", "polite"]
-    assert made.FIELDS["heldout/labels.jsonl"].keys() == {"id", "secret", "urgent"}
+    assert made.fields["heldout/labels.jsonl"].keys() == {"id", "secret", "urgent"}
 
 
 def test_bad_rows_are_dropped_only_on_request_and_counted_by_kind(tmp_path, capsys):
@@ -547,7 +547,6 @@ def test_more_rows_and_another_order_move_no_prompt(tmp_path):
         ("heldout/labels.jsonl", lambda rows: rows[0].update(id="x"), "ids are not those of heldout"),
         ("heldout/probes.jsonl", lambda rows: rows[1].update(context="probe9"), "prompt differs within"),
     ],
-    ids=ascii,
 )  # fmt: skip
 def test_the_audit_finds_what_was_changed(example_rows, file, edit, found):
     rows = json.loads(json.dumps(example_rows))
@@ -619,7 +618,7 @@ def test_the_rubric_is_compared_with_the_preferences(tmp_path, capsys):
 
 def test_without_a_rubric_nothing_is_judged(tmp_path):
     made = look(write(tmp_path / "mine", pairs=pairs()))
-    assert load_function(made.RUBRIC, "rubric")("p", None, "eos", {}) == {"success": None}
+    assert load_function(made.rubric, "rubric")("p", None, "eos", {}) == {"success": None}
 
 
 # ---- the base model of profile tiny -------------------------------------------------------------
