@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from tqdm import tqdm
 
 from kernel.calibration import card
 from kernel.chat import Chat
@@ -52,6 +54,11 @@ class Lab:
         Raises ValueError with a failed stage's last line, after the others were told to save and stop.
         """
         waiting, running = list(commands), []
+        quiet = not sys.stderr.isatty()
+        bar = tqdm(
+            total=len(waiting), unit="stage", mininterval=30 if quiet else 0.5, leave=False,
+            bar_format="{n_fmt}/{total_fmt} stages, {elapsed}{postfix}",
+        )  # fmt: skip
         try:
             while waiting or running:
                 while waiting and len(running) < 2:
@@ -59,8 +66,11 @@ class Lab:
                 time.sleep(0.2)
                 for one in [one for one in running if one[1].poll() is not None]:
                     running.remove(one)
-                    self.ended(*one)
+                    bar.write(self.ended(*one))
+                    bar.update()
+                bar.set_postfix_str("; ".join(f"{n} {left_to_do(log)}" for n, _, log, _ in running))
         finally:
+            bar.close()
             for _, process, *_ in running:
                 process.send_signal(signal.SIGINT)
             for _, process, *_ in running:
@@ -81,11 +91,11 @@ class Lab:
             )  # fmt: skip
         return name, process, log, time.perf_counter()
 
-    def ended(self, name: str, process, log: Path, began: float) -> None:
+    def ended(self, name: str, process, log: Path, began: float) -> str:
         last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
         if process.returncode:
             raise ValueError(f"{name} failed ({log}): {last}")
-        print(f"  {time.perf_counter() - began:5.0f} s  {last}", flush=True)
+        return f"  {time.perf_counter() - began:5.0f} s  {last}"
 
     def judge(self, name: str):
         """A trained reward model by name, as a function of (prompt ids, response ids)."""
@@ -125,6 +135,14 @@ class Lab:
         labels = {r["id"]: r for r in read_jsonl(self.dir / "data/train/labels.jsonl")}
         rubric = load_rubric(self.dir / "data/rubric.py")
         return judged_rollouts(self.rollouts(name), prompts, labels, rubric)
+
+
+def left_to_do(log: Path) -> str:
+    """How far a stage's own progress bar is, from the end of its log: "45% (02:10 left)"."""
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - 2000, 0))
+        seen = re.findall(rb"(\d+%)\|[^\r]*?<([\d:?]+)", file.read())
+    return f"{seen[-1][0].decode()} ({seen[-1][1].decode()} left)" if seen else "starts"
 
 
 def table(header: list[str], rows: list[list]) -> str:

@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from kernel import exercises
 from kernel.data import read_json, read_jsonl, sha256_file
-from kernel.lab import picture, table
+from kernel.lab import left_to_do, picture, table
 from kernel.recompute import Run
 from kernel.verify import verify
 
@@ -162,6 +162,16 @@ def test_table_cells():
     assert table(["a", "b"], [[1, 0.12345], ["x", None]]) == (
         "| a | b |\n| --- | --- |\n| 1 | 0.123 |\n| x | - |\n"
     )
+
+
+def test_how_far_a_stage_is_comes_from_the_end_of_its_log(tmp_path):
+    log = tmp_path / "x.log"
+    log.write_bytes(b"preflight\n10_sft:   0%|   | 0/63 [00:00<?, ?it/s]")
+    assert left_to_do(log) == "0% (? left)"
+    log.write_bytes(log.read_bytes() + b"\r10_sft:  45%|##5 | 28/63 [01:10<01:27, 2.5s/it, loss 2]")
+    assert left_to_do(log) == "45% (01:27 left)"
+    log.write_bytes(b"")
+    assert left_to_do(log) == "starts"
 
 
 def test_picture_copes_with_missing_values_and_is_the_same_twice(tmp_path):
