@@ -21,7 +21,7 @@ from kernel.calibration import baseline, card, fit_temperature
 from kernel.courtesy import count_courtesy
 from kernel.data import read_jsonl, write_atomic, write_json
 from kernel.lab import Lab, picture, table
-from kernel.probe import kl_line
+from kernel.ledger import kl_line
 from kernel.profiles import PROFILES
 from kernel.rubric import PHRASES
 from kernel.run import one_line_errors, override, settle

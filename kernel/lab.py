@@ -17,9 +17,9 @@ from tqdm import tqdm
 from kernel.calibration import card
 from kernel.chat import Chat
 from kernel.data import load_rubric, read_json, read_jsonl, spread
+from kernel.ledger import by_iteration, judged_rollouts
 from kernel.lock import take
 from kernel.model import load_adapter, make_role
-from kernel.probe import by_iteration, judged_rollouts
 from kernel.reward import adapter_file
 from kernel.run import REPOSITORY
 from kernel.score import learned_reward
