@@ -68,7 +68,8 @@ class Lab:
                     running.remove(one)
                     bar.write(self.ended(*one))
                     bar.update()
-                bar.set_postfix_str("; ".join(f"{n} {left_to_do(log)}" for n, _, log, _ in running))
+                now = "; ".join(f"{name} {left_to_do(log)}" for name, _, log, _ in running)
+                bar.set_postfix_str(now, refresh=not quiet)
         finally:
             bar.close()
             for _, process, *_ in running:
