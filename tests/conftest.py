@@ -68,7 +68,7 @@ def last_line(done: subprocess.CompletedProcess) -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
-    """A finished tiny run, one for all workers; TINY_RUN=folder takes one that is there."""
+    """A finished tiny run, made once, a copy for each worker; TINY_RUN=folder takes one that is there."""
     if os.getenv("TINY_RUN"):
         return Path(os.environ["TINY_RUN"])
     shared = tmp_path_factory.getbasetemp()
@@ -80,6 +80,9 @@ def tiny(tmp_path_factory) -> Path:
             done = subprocess.run(command, capture_output=True, text=True, cwd="/")
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
             (run / "console.txt").write_text(done.stdout)
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one run folder has one owner at a time
+        own = tmp_path_factory.getbasetemp() / run.parent.name / run.name
+        return Path(shutil.copytree(run, own))
     return run
 
 

@@ -158,6 +158,7 @@ def stage_at(folder, identity, variant="continuous", redo=False):
     stage.checkpoints = folder / "checkpoints/30_ppo" / variant
     stage.outputs = folder / "outputs/30_ppo" / variant
     stage.identity, stage.args, stage.stopping = identity, SimpleNamespace(redo=redo), False
+    stage.events = None
     return stage
 
 
