@@ -68,7 +68,7 @@ def last_line(done: subprocess.CompletedProcess) -> str:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
-    """A finished tiny run, made once, a copy for each worker; TINY_RUN=folder takes one that is there."""
+    """A finished tiny run, made once, a copy per worker; TINY_RUN=folder takes one that is there."""
     if os.getenv("TINY_RUN"):
         return Path(os.environ["TINY_RUN"])
     shared = tmp_path_factory.getbasetemp()
