@@ -222,6 +222,7 @@ def test_ctrl_c_at_a_terminal_stops_both_lanes_and_each_saves(copy_of_tiny, tiny
     run = without(copy_of_tiny, "10_sft")
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in the background inherit it ignored
         os.execvp("bash", ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)])
     said = []
 
