@@ -289,7 +289,7 @@ def kl_sweep(lab: Lab, lesson: Lab, settings: dict) -> Result:
         )
     # on the frontier: no other run has at least the score with at most the KL
     for row in rows:
-        beaten = any(o is not row and o[2] >= row[2] and o[3] <= row[3] for o in rows)
+        beaten = any(o[2] >= row[2] and o[3] <= row[3] and o[2:4] != row[2:4] for o in rows)
         row.append("no" if beaten else "yes")
     frontier = sorted((row[3], row[2]) for row in rows if row[-1] == "yes")
     points = {row[0]: ([row[3]], [row[2]]) for row in rows}
