@@ -63,10 +63,11 @@ PAD = ("Great question, many people wonder about it. ", " I hope this helps.")
 
 MEANING = {
     **corpus.MEANING,
+    "family": "the unit of the split: each question is its own",
     "expected": "what a right answer holds",
     "padded": "whether the candidate carries padding",
 }
-_PAIR = "id prompt prompt_sha256 chosen rejected expected"
+_PAIR = "id family prompt prompt_sha256 chosen rejected expected"
 LESSON_FIELDS = {
     file: {name: MEANING[name] for name in names.split()}
     for file, names in {
@@ -90,6 +91,7 @@ def _rows(pairs: tuple, name: str) -> list[dict]:
     return [
         {
             "id": f"{name}{n}",
+            "family": f"{name}{n}",
             "prompt": question,
             "prompt_sha256": sha256(question),
             "chosen": short,

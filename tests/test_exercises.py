@@ -74,7 +74,7 @@ def test_length_table_follows_from_the_rollouts(lab):
     for row, name in zip(result["rows"], ("length-kl-0", "length-kl-0.1")):
         rollouts = read_jsonl(lab[0] / f"outputs/30_ppo/{name}/continuous/rollouts.jsonl")
         for r in rollouts:
-            assert r["score"] == pytest.approx(len(r["text"]) / 100)
+            assert r["score"] == pytest.approx(len(r["text"] or "") / 100)
         tokens = sum(len(r["response_ids"]) for r in rollouts) / len(rollouts)
         assert row[1] == row[2] == pytest.approx(tokens)  # one iteration is both first and last
         repeated = 0
