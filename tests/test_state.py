@@ -470,9 +470,17 @@ def test_a_payload_is_refused_and_never_runs(tmp_path, form):
     assert marker.exists()
 
 
-@pytest.mark.parametrize("packed", [  # without the time in it: all workers name the tests alike
-    b"", b"no gzip at all", gzip.compress(b"", mtime=0), gzip.compress(b"text", mtime=0),
-                                    gzip.compress(bytes(200), mtime=0)[:-9]])  # fmt: skip
+# mtime=0: the time would be in the names of the tests, and two workers must name them alike
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"no gzip at all",
+        gzip.compress(b"", mtime=0),
+        gzip.compress(b"text", mtime=0),
+        gzip.compress(bytes(200), mtime=0)[:-9],
+    ],
+)
 def test_what_is_no_state_is_refused_in_one_line(tmp_path, packed):
     path = with_a_fitting_manifest(tmp_path, packed)
     with pytest.raises(ValueError, match="refused") as error:
