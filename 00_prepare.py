@@ -181,6 +181,12 @@ for name, content in (
                 if prompt + response > common["context_limit"]:
                     raise ValueError(f"{where}: {prompt + response} tokens, over the context limit")
 
+if longest["prompt"] + common["response_limit"] > common["context_limit"]:
+    raise ValueError(
+        f"--context-limit {common['context_limit']}: the longest prompt has {longest['prompt']} tokens "
+        f"and a response may have {common['response_limit']}"
+    )
+
 # ---- config -------------------------------------------------------------------------------------
 
 config = {"profile": profile, "base": base, "common": common, "model": model_sha256(model_dir)}

@@ -91,6 +91,10 @@ parser.add_argument(
 
 stage = Stage("30_ppo", "ppo", parser, reads, WRITES)
 config, device = stage.config, stage.device
+if config["reward"] != "judge" and not stage.args.name:
+    raise ValueError(
+        f"--reward {config['reward']} goes with --name NAME: 50 and 60 judge by the judge"
+    )
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "critic.safetensors", "metrics.jsonl", "rollouts.jsonl"))
 

@@ -155,7 +155,8 @@ flags=(--profile "$mode" --run-dir "$run_dir")
 
 failed() { # stage, status
     local again="bash run_all.sh $mode --run-dir '$run_dir'"
-    [ ${#prepare[@]} -eq 0 ] || again="$again$(printf " '%s'" "${prepare[@]}")"
+    [ ${#prepare[@]} -eq 0 ] || again="$again$(printf ' %q' "${prepare[@]}")"
+    [ ${#redo[@]} -eq 0 ] || again="$again --redo"
     if [ "$2" -eq 130 ]; then
         echo "run_all.sh: stopped in $1; to go on: $again" >&2
     elif [ "$2" -gt 128 ]; then
@@ -223,5 +224,7 @@ trained 30_ppo
 stage 40_generate
 stage 50_evaluate
 stage 60_probe
+# the stage ends with its report; a run that was stopped just before has none yet
+[ -f "$run_dir/outputs/60_probe/report.html" ] || "$python" -m kernel.page "$run_dir"
 cat "$run_dir/outputs/50_evaluate/table.md"
 say "done: open $run_dir/outputs/60_probe/report.html"

@@ -6,8 +6,9 @@
 A recipe runs the ordinary stages with flags, beside the run's own results (`--name`) or in a run folder
 of its own with another corpus, reads their records and writes
 
-    <run>/exercises/NAME/                 results.json, table.md, picture.png, logs of the stages
+    <run>/exercises/NAME/                 results.json, table.md, picture.png
     <run>/exercises/{lesson,two-rewards}/ run folders like any other
+    <run>/exercises/logs/                 what the stages printed
 
 What is finished is skipped, so the same command goes on after Ctrl-C or a crash. How long the trainings
 are is data: `exercise` in kernel/profiles.py.
@@ -23,6 +24,7 @@ from kernel.data import read_jsonl, write_atomic, write_json
 from kernel.lab import Lab, picture, table
 from kernel.ledger import kl_line
 from kernel.profiles import PROFILES
+from kernel.report import show
 from kernel.rubric import PHRASES
 from kernel.run import one_line_errors, override, settle
 
@@ -60,7 +62,8 @@ def curve(arms: dict[str, list[dict]], key: str, title: str, y: str = "") -> dic
 # ---- 1. last token or mean of the response ------------------------------------------------------
 
 
-def pooling(lab: Lab, lesson: Lab, settings: dict) -> Result:
+def pooling(lab: Lab, settings: dict) -> Result:
+    lesson = lab.beside("lesson")
     names = {
         how: [f"pooling-{how}-{seed}" for seed in settings["seeds"]] for how in ("last", "mean")
     }
@@ -121,7 +124,8 @@ def pooling(lab: Lab, lesson: Lab, settings: dict) -> Result:
 # ---- 2. calibration -----------------------------------------------------------------------------
 
 
-def calibration(lab: Lab, lesson: Lab, settings: dict) -> Result:
+def calibration(lab: Lab, settings: dict) -> Result:
+    lesson = lab.beside("lesson")
     lesson.stages([["20_reward", "--epochs", str(settings["lesson_epochs"]), "--batch", "6"]])
     scored = {split: lab.scores("judge", split) for split in ("train", "validation", "heldout")}
     margins = {split: [a - b for a, b in zip(*scores)] for split, scores in scored.items()}
@@ -189,7 +193,7 @@ def calibration(lab: Lab, lesson: Lab, settings: dict) -> Result:
 # ---- 3. a reward that pays for length ------------------------------------------------------------
 
 
-def length_hack(lab: Lab, lesson: Lab, settings: dict) -> Result:
+def length_hack(lab: Lab, settings: dict) -> Result:
     arms = lab.ppo({
         f"kl {coefficient}": [f"length-kl-{coefficient}", "--reward", "length", "--kl-coef", coefficient]
         for coefficient in ("0", "0.1")
@@ -206,7 +210,7 @@ def length_hack(lab: Lab, lesson: Lab, settings: dict) -> Result:
         "limit cuts it off or the words repeat, and the rubric falls; with a coefficient of 0.1 it "
         "stays near SFT.",
         f"mean length {free[0]:.1f} -> {free[1]:.1f} tokens without a penalty, {held[0]:.1f} -> "
-        f"{held[1]:.1f} with 0.1; rubric {rows[0][-3]:.2f} and {rows[1][-3]:.2f} at the end",
+        f"{held[1]:.1f} with 0.1; rubric {show(rows[0][-3])} and {show(rows[1][-3])} at the end",
     )  # fmt: skip
 
 
@@ -215,7 +219,7 @@ def length_hack(lab: Lab, lesson: Lab, settings: dict) -> Result:
 MIX = "helpful=0.7,concise=0.3"
 
 
-def two_rewards(lab: Lab, lesson: Lab, settings: dict) -> Result:
+def two_rewards(lab: Lab, settings: dict) -> Result:
     two = lab.beside("two-rewards")
     epochs = ["--epochs", str(settings["two_epochs"])]
     two.stages(
@@ -273,7 +277,7 @@ def two_rewards(lab: Lab, lesson: Lab, settings: dict) -> Result:
 COEFFICIENTS = ("0.001", "0.02", "0.5")
 
 
-def kl_sweep(lab: Lab, lesson: Lab, settings: dict) -> Result:
+def kl_sweep(lab: Lab, settings: dict) -> Result:
     arms = lab.ppo({c: [f"kl-{c}", "--kl-coef", c] for c in COEFFICIENTS}, settings)
     rows = []
     for name, figures in arms.items():
@@ -352,12 +356,11 @@ def main() -> None:
     settle(1)
     lab = Lab(args.folder.resolve(), args.profile, args.redo)
     settings = override(PROFILES[lab.profile]["exercise"], args)
-    lab.stages([["10_sft"], ["20_reward"]])
-    lesson = lab.beside("lesson")
+    lab.first("10_sft", "20_reward")
     for name in args.names:
         print(f"\n== {name}", flush=True)
         out = lab.dir / "exercises" / name
-        write(out, name, settings, EXERCISES[name](lab, lesson, settings))
+        write(out, name, settings, EXERCISES[name](lab, settings))
 
 
 if __name__ == "__main__":

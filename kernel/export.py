@@ -67,7 +67,8 @@ def open_finished(args, reads: list[str], more: list[str] = ()) -> FinishedRun:
 def export(args) -> None:
     """All of the above for `args.export`; a target that exists is refused, an unfinished one removed."""
     target, (_, folder) = Path(os.path.abspath(args.export)), run_folder(args)
-    closed = folder.parent if folder.parent.name == "runs" else folder
+    above = [parent for parent in folder.parents if parent.name == "runs"]
+    closed = above[-1] if above else folder
     if closed.resolve() in target.resolve().parents:
         raise ValueError(f"{target} lies in {closed}, which holds runs only; give another folder")
     if os.path.lexists(target):

@@ -46,8 +46,8 @@ def enclose(run_dir: Path, reads: list[str], writes: list[str]) -> None:
     """
     root = os.path.realpath(run_dir)
     # Runs usually lie side by side in runs/: a neighbour's held-out files are out of reach as well.
-    parent = os.path.dirname(root)
-    closed = parent if os.path.basename(parent) == "runs" else root
+    above = root.split(os.sep)[:-1]  # an exercise's own run folder lies deeper below the same runs/
+    closed = os.sep.join(above[: above.index("runs") + 1]) if "runs" in above else root
     readable = {os.path.join(root, name) for name in reads}
     writable = tuple(os.path.join(root, name) for name in writes)
 
@@ -63,8 +63,11 @@ def enclose(run_dir: Path, reads: list[str], writes: list[str]) -> None:
     for folder, _, names in os.walk(closed):
         for path in (os.path.join(folder, name) for name in names):
             # Runs may be hard-linked copies: a neighbour's file counts as ours of the same name.
-            inner = os.path.relpath(path, closed)
-            own = os.path.join(root, inner if closed == root else inner.partition(os.sep)[2])
+            own = path
+            if not within(path, root):
+                own = os.path.join(root, os.path.relpath(path, closed).partition(os.sep)[2])
+            if path in readable:
+                continue
             if not allowed(own, writing=False) and (found := which_file(path)):
                 hidden.add(found)
 

@@ -20,9 +20,15 @@ from kernel.data import load_rubric, read_json, read_jsonl, spread
 from kernel.ledger import by_iteration, judged_rollouts
 from kernel.lock import take
 from kernel.model import load_adapter, make_role
+from kernel.profiles import PROFILES
 from kernel.reward import adapter_file
 from kernel.run import REPOSITORY
 from kernel.score import learned_reward
+
+SHARED = (  # flags of 00_prepare for settings that a folder beside takes over
+    "--base-dtype --device --threads --threads-alone --lora-r --lora-alpha --prompt-limit "
+    "--response-limit --context-limit"
+).split()
 
 
 class Lab:
@@ -31,6 +37,7 @@ class Lab:
     def __init__(self, folder: Path, profile: str, redo: bool, flags: tuple = ()):
         """Prepare the folder if it is new, with flags for 00_prepare. ValueError if it is in use."""
         self.dir, self.redo, self.logs = folder, redo, folder / "exercises" / "logs"
+        self.besides = {}  # corpus -> Lab; a folder is locked once
         self.logs.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         if note := take(self.lock, folder, os.getpid()):
@@ -40,13 +47,34 @@ class Lab:
             self.stages([["00_prepare", "--profile", profile, *flags]])
         config = read_json(folder / "config.json")
         self.profile, self.base_sha256 = config["profile"], config["model"]["base_sha256"]
-        self.common = config["common"]
-        self.common["model_dir"] = str(REPOSITORY / self.common["model_dir"])
+        self.recorded = config["common"]
+        model_dir = str(REPOSITORY / self.recorded["model_dir"])
+        self.common = {**self.recorded, "model_dir": model_dir}
         self.chat, self.device = Chat(self.common), torch.device(self.common["device"])
 
     def beside(self, corpus: str) -> "Lab":
         """A run folder like this one, with another built-in corpus."""
-        return Lab(self.dir / "exercises" / corpus, self.profile, self.redo, ("--corpus", corpus))
+        if corpus in self.besides:
+            return self.besides[corpus]
+        flags = ["--corpus", corpus]
+        for key, usual in PROFILES[self.profile]["common"].items():
+            flag = f"--{key.replace('_', '-')}"
+            if flag in SHARED and self.recorded[key] != usual:
+                flags += [flag, str(self.recorded[key])]
+        if Path(self.recorded["model_dir"]).is_absolute():
+            flags += ["--model-dir", self.recorded["model_dir"]]
+        if "system" in self.recorded:
+            flags += ["--system", self.recorded["system"]]
+        if not self.recorded.get("chat_template", True):
+            flags += ["--no-chat-template"]
+        folder = self.dir / "exercises" / corpus
+        self.besides[corpus] = Lab(folder, self.profile, self.redo, tuple(flags))
+        return self.besides[corpus]
+
+    def first(self, *names: str) -> None:
+        """Run trained stages that this folder does not have yet; those that it has stay as they are."""
+        there = [n for n in names if (self.dir / f"outputs/{n}/continuous/record.json").is_file()]
+        self.stages([[name] for name in names if name not in there])
 
     def stages(self, commands: list[list[str]]) -> None:
         """Run stages side by side, two at a time (they have one thread each), each with a log.

@@ -5,7 +5,9 @@ Each function adds what it finds to `faults`; nothing is changed or dropped here
 
 import os
 import re
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kernel.chat import Chat
 from kernel.corpus import normalise
@@ -15,6 +17,7 @@ from kernel.own_rows import FILES, Faults, Row
 
 CHUNK = 1000  # rows tokenised together
 MARK = "\u241e"  # a text that no template contains
+TALLIED = "recognised relevant unsupported_certainty polite refusal".split()  # if a rubric has them
 
 # ---- between rows -------------------------------------------------------------------------------
 
@@ -187,10 +190,11 @@ def rubric_faults(path: Path, rows: dict[str, list[dict]], faults: Faults) -> di
     None for ids that have no text.
     """
     passed = {"pairs": 0, "chosen": 0, "rejected": 0}
-    try:
-        rubric = load_function(path, "rubric")
+    try:  # a copy alone in a folder, as the run will have it
+        with TemporaryDirectory() as work:
+            rubric = load_function(Path(shutil.copy(path, work)), "rubric")
     except (ValueError, OSError) as error:
-        faults.add("rubric", str(error), path.name)
+        faults.add("rubric", str(error).replace(work, str(path.parent)), path.name)
         return passed
     labels = {row["id"]: row for row in rows["heldout/labels.jsonl"]}
     label_of = {}
@@ -205,8 +209,9 @@ def rubric_faults(path: Path, rows: dict[str, list[dict]], faults: Faults) -> di
             raise ValueError(f"fails ({type(error).__name__}: {error}) on {what}") from error
         if not isinstance(verdict, dict) or "success" not in verdict:
             raise ValueError(f"returns {verdict!r} without `success` on {what}")
-        if verdict["success"] not in (True, False, None):
-            raise ValueError(f"`success` is {verdict['success']!r}, not true, false or None")
+        for key in ("success", *TALLIED):
+            if verdict.get(key) not in (True, False, None):
+                raise ValueError(f"`{key}` is {verdict[key]!r}, not true, false or None")
         if rubric(prompt, response, reason, dict(label)) != verdict:
             raise ValueError(f"judges the same answer in two ways: {what}")
         return verdict["success"]

@@ -192,7 +192,7 @@ def plain_row(file: str, line: int, row: dict) -> Row:
         if file == "demonstrations.jsonl" and "response" not in row and "completion" in row:
             names, known = ("completion",), known | {"completion"}
         answers = tuple(answer(content(row, name), name) for name in names)
-    turns = [row.get(name) for name in ("prompt", "chosen", "messages")]
+    turns = [row.get(name) for name in ("prompt", "chosen", "messages") if name in known]
     if any(isinstance(value, list) and value[0]["role"] == "system" for value in turns):
         shape += ", system turn as first paragraph of the prompt"
     split = row.get("split")

@@ -128,7 +128,7 @@ def before_after(answers: list[dict]) -> list[dict]:
         found.append({
             "context": row["context"], "sft": row, "ppo": other, "change": change, "rubric": rubric,
             "score": direction[change > 0] if change else "same",
-            "words": words(row["text"], other["text"]),
+            "words": words(row["text"] or "", other["text"] or ""),
         })  # fmt: skip
     return found
 

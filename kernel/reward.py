@@ -33,10 +33,12 @@ def reward_terms(reward: str) -> dict[str, float]:
     """Weight by name: "helpful=0.7,concise=0.3" -> {"helpful": 0.7, "concise": 0.3}."""
     terms = {}
     for part in reward.split(","):
-        name, _, weight = part.partition("=")
+        name, found, weight = part.rpartition("=")
+        if not found or (own_function(part) and "=" not in part.rpartition(":")[2]):
+            name, weight = part, "1"  # no weight, though a folder's name may hold the sign
         name = name.strip()
         try:
-            value = float(weight or 1)
+            value = float(weight)
         except ValueError:
             value = math.nan
         if not name or not math.isfinite(value) or name in terms:

@@ -68,8 +68,15 @@ def parser(doc: str, variants: bool = False) -> argparse.ArgumentParser:
 
 
 def plain_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) or text in VARIANTS:
-        raise argparse.ArgumentTypeError(f"'{text}': letters, digits, '-', '_' and '.', no variant")
+    taken = (*VARIANTS, "judge", "length")  # variants, and what --reward means by them
+    if (
+        not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text)
+        or text in taken
+        or text.endswith(".py")
+    ):
+        raise argparse.ArgumentTypeError(
+            f"'{text}': letters, digits, '-', '_' and '.'; not a Python file, not {', '.join(taken)}"
+        )
     return text
 
 

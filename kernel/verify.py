@@ -50,8 +50,10 @@ def files(run: Run, stage: str, variant: str | None) -> str:
     changed = state.identity_differences(record["identity"]["model"], run.model)
     if changed:
         raise ValueError(f"{where}: made from another base model ({changed[0]})")
-    have = lineage.checked_inputs(run.dir, list(record["identity"]["parents"]))
-    changed = state.identity_differences(record["identity"]["parents"], have)
+    # somebody's own files outside the run folder (--reward file.py:f) may have gone on to other things
+    parents = {n: h for n, h in record["identity"]["parents"].items() if not Path(n).is_absolute()}
+    have = lineage.checked_inputs(run.dir, list(parents))
+    changed = state.identity_differences(parents, have)
     faults = [f"{where}: read another {difference}" for difference in changed]
     faults += lineage.record_faults(run.dir, record)
     if faults:

@@ -202,6 +202,15 @@ def test_token_counts_are_those_of_the_stages(tmp_path):
     assert trimmed != want and own_checks.token_counts(chat, prompts) == trimmed
 
 
+@pytest.mark.parametrize(
+    "more", [{"messages": []}, {"messages": ["a"]}, {"messages": [{"from": "x"}]}]
+)
+def test_a_further_column_of_a_known_name_is_a_column(more):
+    row = {"prompt": "Is it?", "chosen": "Yes", "rejected": "No", **more}
+    assert plain_row("pairs.jsonl", 1, row).extra == more
+    assert plain_row("prompts.jsonl", 1, {"prompt": "Is it?", **more}).extra == more
+
+
 def test_answers_that_become_the_same_tokens_are_equal(tmp_path):  # case B39
     tokenizer = tiny_tokenizer(["it is yes"], 300)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()

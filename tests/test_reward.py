@@ -41,6 +41,8 @@ def test_terms_and_the_files_they_need(tmp_path):
         f"checkpoints/20_reward/concise/{last}",
     ]
     assert reward_files(f"{tmp_path}/mine.py:score=0.5") == [f"{tmp_path}/mine.py"]
+    assert reward_terms("/tmp/a=b/r.py:f") == {"/tmp/a=b/r.py:f": 1}
+    assert reward_terms("/tmp/a=b/r.py:f=2,judge") == {"/tmp/a=b/r.py:f": 2, "judge": 1}
     assert own_function("judge") is None and own_function("a:b") is None
 
 
