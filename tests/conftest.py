@@ -66,6 +66,22 @@ def last_line(done: subprocess.CompletedProcess) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
+# Minutes each, so the workers take them first; the many short files fill up what is left.
+LONG = (
+    "test_smollm2",
+    "test_stages",
+    "test_exercises",
+    "test_crash",
+    "test_own_data",
+    "test_lineage",
+)
+
+
+def pytest_collection_modifyitems(items) -> None:
+    place = {f"{name}.py": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))  # stable within a file
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A finished tiny run, made once, a copy per worker; TINY_RUN=folder takes one that is there."""

@@ -34,7 +34,7 @@ def stage(name: str, run: Path, *flags: str) -> str:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("smollm2") / "run"
-    stage("00_prepare", folder, "--threads", "2")
+    stage("00_prepare", folder, "--threads-alone", "1")  # the other worker has the other core
     sft = ("--epochs", "0.1", "--validation-rows", "2")  # 3 updates
     stage("10_sft", folder, *sft)
     stage("20_reward", folder, "--epochs", "0.02", "--batch", "4", "--validation-rows", "2")
