@@ -119,7 +119,7 @@ setup() { # $1: requirements file
 if [ "$mode" = test ]; then
     setup requirements-dev.txt
     .venv/bin/python -m ruff check .
-    exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
+    exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 fi
 setup requirements.txt
 python="$here/.venv/bin/python"
