@@ -166,9 +166,8 @@ if positions and common["context_limit"] > positions:
 # ---- every row fits its limits, told now and not in the middle of training ----------------------
 
 longest = corpus.longest or {"prompt": 0, "response": 0}
-for name, content in (
-    rows.items() if not corpus.longest else ()
-):  # the gate did it for the user's own
+unseen = {} if corpus.longest else rows  # the gate looked at the user's own
+for name, content in unseen.items():
     for number, row in enumerate(content, start=1):
         where = f"data/{name} row {number}"
         if "prompt" in row:

@@ -66,13 +66,20 @@ MEANING = {
     "correct": "whether the candidate names the expected action",
     "polite": "whether the candidate carries the courtesy formulas",
 }
+
+
+def with_meaning(meaning: dict[str, str], files: dict[str, str]) -> dict[str, dict[str, str]]:
+    """file -> field -> meaning, from the names of each file's fields, e.g. "id prompt"."""
+    return {file: {n: meaning[n] for n in names.split()} for file, names in files.items()}
+
+
 _TYPES = {"variant": int, "correct": bool, "polite": bool}  # all other fields are strings
 # NOTE: train/prompts and heldout/prompts hold no target: RL and the generator see contexts only. The
 # labels of both lie apart, for the stages that look afterwards.
 _PAIR = "id family variant prompt prompt_sha256 chosen rejected expected_action"
-FIELDS = {
-    file: {name: MEANING[name] for name in names.split()}
-    for file, names in {
+FIELDS = with_meaning(
+    MEANING,
+    {
         "train/pairs.jsonl": _PAIR,
         "train/demonstrations.jsonl": "id family variant prompt prompt_sha256 response",
         "train/prompts.jsonl": "id family prompt prompt_sha256",
@@ -83,8 +90,8 @@ FIELDS = {
         "heldout/labels.jsonl": "id expected_action",
         "heldout/probes.jsonl": "id context prompt prompt_sha256 candidate correct polite "
         "expected_action",
-    }.items()
-}
+    },
+)
 
 
 class Corpus(NamedTuple):

@@ -137,8 +137,8 @@ def calibration(lab: Lab, settings: dict) -> Result:
     cards = {
         "lesson, six pairs": lesson.card("judge", "train"),
         "lesson, four new": lesson.card("judge", "heldout"),
-        "training pairs": lab.card("judge", "train"),
-        "test pairs": lab.card("judge", "heldout"),
+        "training pairs": card(margins["train"], *scored["train"]),
+        "test pairs": card(margins["heldout"], *scored["heldout"]),
         "test, calibrated": card([m / temperature["value"] for m in margins["heldout"]]),
     }
     for name, feature in (("length", len), ("courtesy", count_courtesy)):

@@ -107,9 +107,9 @@ class Lab:
 
     def start(self, command: list[str]) -> tuple:
         stage, *flags = command
-        name = "-".join(
-            [stage, *(flags[flags.index("--name") + 1 :][:1] if "--name" in flags else [])]
-        )
+        name = stage
+        if "--name" in flags:
+            name += f"-{flags[flags.index('--name') + 1]}"
         log = self.logs / f"{name}.log"
         redo = ["--redo"] if self.redo else []
         with log.open("wb") as file:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kernel import corpus
-from kernel.corpus import ACTIONS, Corpus, normalise, sha256, wrong_action
+from kernel.corpus import ACTIONS, Corpus, normalise, sha256, with_meaning, wrong_action
 from kernel.lesson_rubric import rubric
 from kernel.rubric import response
 
@@ -68,9 +68,9 @@ MEANING = {
     "padded": "whether the candidate carries padding",
 }
 _PAIR = "id family prompt prompt_sha256 chosen rejected expected"
-LESSON_FIELDS = {
-    file: {name: MEANING[name] for name in names.split()}
-    for file, names in {
+LESSON_FIELDS = with_meaning(
+    MEANING,
+    {
         "train/pairs.jsonl": _PAIR,
         "train/demonstrations.jsonl": "id prompt prompt_sha256 response",
         "train/prompts.jsonl": "id prompt prompt_sha256",
@@ -80,8 +80,8 @@ LESSON_FIELDS = {
         "heldout/prompts.jsonl": "id population context prompt prompt_sha256",
         "heldout/labels.jsonl": "id expected",
         "heldout/probes.jsonl": "id context prompt prompt_sha256 candidate correct padded expected",
-    }.items()
-}
+    },
+)
 
 
 # ---- lesson -------------------------------------------------------------------------------------
