@@ -41,11 +41,11 @@ from kernel.ppo import (
 from kernel.reward import make_reward, reward_files
 from kernel.rollout import as_lists, sample
 from kernel.score import (
-    active_logits,
     exact_kl,
     pad_prompts,
     pick_logprobs,
     response_values,
+    vocab_logprobs,
 )
 from kernel.stage import Stage
 
@@ -187,8 +187,8 @@ for iteration in bar:
 
     # 2. The same tokens under the frozen reference.
     with phases("reference"), torch.no_grad():
-        ref_logits = active_logits(reference, batch)  # (N, V), N active tokens
-        ref_logprobs = pick_logprobs(ref_logits, batch)  # (B, T)
+        ref_vocab = vocab_logprobs(reference, batch)  # (N, V), N active tokens
+        ref_logprobs = pick_logprobs(ref_vocab, batch)  # (B, T)
 
     # 3. One score per response, from the judge (or what stands in its place).
     with phases("judge"):
@@ -213,13 +213,13 @@ for iteration in bar:
     for epoch in range(1, config["ppo_epochs"] + 1):
         where = f"iteration {iteration} epoch {epoch} rows {drawn}"
         with phases("optimisation"):
-            logits = active_logits(actor, batch)  # (N, V)
-            new_logprobs = pick_logprobs(logits, batch)  # (B, T)
+            new_vocab = vocab_logprobs(actor, batch)  # (N, V)
+            new_logprobs = pick_logprobs(new_vocab, batch)  # (B, T)
             if epoch == 1:
                 # Still the policy that sampled, now read in one pass: to look at, not to train on.
                 full_logprobs = new_logprobs.detach()
-                exact = exact_kl(logits, ref_logits, mask)
-                del ref_logits
+                exact = exact_kl(new_vocab, ref_vocab, mask)
+                del ref_vocab
             loss, stats = policy_loss(
                 new_logprobs, old_logprobs, advantages, mask, config["clip_range"]
             )

@@ -30,7 +30,7 @@ from kernel.chat import Chat
 from kernel.data import read_jsonl, write_jsonl
 from kernel.model import load_adapter, make_role
 from kernel.rollout import as_lists, sample
-from kernel.score import active_logits, exact_kl, pad_prompts, pick_logprobs
+from kernel.score import exact_kl, pad_prompts, pick_logprobs, vocab_logprobs
 from kernel.stage import Stage
 
 PROMPTS = "data/heldout/prompts.jsonl"
@@ -121,11 +121,11 @@ for policy, adapter in POLICIES.items():
         )  # fmt: skip
         prompt_lists, responses = as_lists(rollout.batch)
         with torch.no_grad():  # both policies on the finished answers, in one pass each
-            logits = active_logits(actor, rollout.batch)  # (N, V)
-            ref_logits = active_logits(reference, rollout.batch)
-        logprobs = pick_logprobs(logits, rollout.batch)  # (B, T)
-        ref_logprobs = pick_logprobs(ref_logits, rollout.batch)
-        kl = exact_kl(logits, ref_logits, rollout.batch.response_mask)["kl"]
+            vocab = vocab_logprobs(actor, rollout.batch)  # (N, V)
+            ref_vocab = vocab_logprobs(reference, rollout.batch)
+        logprobs = pick_logprobs(vocab, rollout.batch)  # (B, T)
+        ref_logprobs = pick_logprobs(ref_vocab, rollout.batch)
+        kl = exact_kl(vocab, ref_vocab, rollout.batch.response_mask)["kl"]
         for b, ids in enumerate(picked):
             length = len(responses[b])
             answer = {

@@ -14,7 +14,7 @@ from kernel.export import FinishedRun, open_finished
 from kernel.model import load_adapter, make_role
 from kernel.rollout import as_lists, sample
 from kernel.run import resolve_device
-from kernel.score import active_logits, exact_kl, learned_reward, pad_prompts
+from kernel.score import exact_kl, learned_reward, pad_prompts, vocab_logprobs
 
 
 class Policies:
@@ -46,8 +46,8 @@ class Policies:
                 role, ids, mask, chat.response_limit, chat.eos_id, chat.pad_id, generator
             )
             batch = rollout.batch
-            logits, ref_logits = (active_logits(r, batch) for r in (role, self.roles["sft"]))
-            kl = exact_kl(logits, ref_logits, batch.response_mask)["kl"]  # (B, T)
+            vocab, ref_vocab = (vocab_logprobs(r, batch) for r in (role, self.roles["sft"]))
+            kl = exact_kl(vocab, ref_vocab, batch.response_mask)["kl"]  # (B, T)
             responses = as_lists(batch)[1]
             scores = self.judge(prompts, responses).tolist()
             for b, response in enumerate(responses):

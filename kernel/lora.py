@@ -6,6 +6,7 @@ Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", se
 """
 
 import math
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,27 @@ class LoRALinear(nn.Module):
         return (self.base(x).float() + self.scale * branch).to(x.dtype)
 
 
+class Prepacked:
+    """A frozen projection for few rows, (N, in) -> (N, out): `F.linear`, its twin, only sooner.
+
+    oneDNN lays a bfloat16 weight out in blocks at every call, which for a few rows takes longer than
+    the product itself; here that is done once, at the price of a second copy of the weight. On
+    AVX-512 the bits are those of the twin. Float32 and other devices than the CPU keep to the twin.
+    NOTE: the two operators are what torch.compile emits for frozen weights; they are not public API.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        self.weight, self.bias, self.packed = weight, bias, None
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+            if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+                self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
 class Merged:
     """Adapted projections that read the same input, as one matrix: (N, in) -> (N, sum of outputs)."""
 
@@ -98,6 +120,10 @@ class Merged:
         adapters = [p for layer in self.layers for p in (layer.A, layer.B)]
         return LoRAFunction.apply(x, self.weight, self.bias, self.layers[0].scale, *adapters)
 
+    @cached_property
+    def prepacked(self) -> Prepacked:
+        return Prepacked(self.weight, self.bias)
+
 
 class Stacked:
     """`Merged` for few rows and no gradients: the adapters, as they are now, as one product each.
@@ -107,13 +133,12 @@ class Stacked:
 
     @torch.no_grad()
     def __init__(self, merged: Merged):
-        self.weight, self.bias = merged.weight, merged.bias
+        self.base = merged.prepacked
         self.A = torch.cat([layer.A for layer in merged.layers]).T  # (in, r per projection)
         self.B = torch.block_diag(*[layer.scale * layer.B.T for layer in merged.layers])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(x, self.weight, self.bias).float()
-        return out.addmm_(x.float() @ self.A, self.B).to(x.dtype)
+        return self.base(x).float().addmm_(x.float() @ self.A, self.B).to(x.dtype)
 
 
 def add_lora(model: nn.Module, r: int, alpha: float, seed: int) -> list[str]:

@@ -17,7 +17,6 @@ from kernel.preference import bradley_terry_loss, sft_loss
 from kernel.rollout import sample
 from kernel.score import (
     Batch,
-    active_logits,
     exact_kl,
     make_batch,
     pair_scores,
@@ -25,6 +24,7 @@ from kernel.score import (
     response_logprobs,
     response_scores,
     response_values,
+    vocab_logprobs,
 )
 
 # How far two ways to the same number may lie apart. Other shapes mean another order of summation:
@@ -202,14 +202,14 @@ def policy(
         )
 
     # Whole-sequence scoring against the sampler's own record, and against the reference.
-    repeats(actor, active_logits, rollout.batch)
-    logits = active_logits(actor, rollout.batch)
+    repeats(actor, vocab_logprobs, rollout.batch)
+    vocab = vocab_logprobs(actor, rollout.batch)  # (N, V)
     with torch.no_grad():
-        ref_logits = active_logits(reference, rollout.batch)
-    kl = exact_kl(logits.detach(), ref_logits, mask)["kl"].abs().max().item()
+        ref_vocab = vocab_logprobs(reference, rollout.batch)
+    kl = exact_kl(vocab.detach(), ref_vocab, mask)["kl"].abs().max().item()
     if kl != 0:
         fail("the KL between actor and reference is exactly 0 at step 0", f"{kl:.3g}")
-    logprobs = pick_logprobs(logits, rollout.batch)
+    logprobs = pick_logprobs(vocab, rollout.batch)
     gap = within(
         "sampled and whole-sequence log-probabilities agree on average",
         (logprobs.detach() - rollout.old_logprobs).abs().sum().item() / int(mask.sum()),

@@ -67,10 +67,8 @@ def sample(
 def next_logits(role: Role, ids, mask, cache: Cache | None) -> torch.Tensor:
     """Logits of the token after each row, (B, V) FP32; with a cache only the new column is read."""
     if cache is None or cache.filled == 0:
-        states = role.transformer.last_states(ids, mask, cache)  # (B, D)
-    else:
-        states = role.transformer.next_states(ids[:, -1], mask, cache)
-    return role.lm.lm_head(states).float()
+        return role.lm.lm_head(role.transformer.last_states(ids, mask, cache)).float()
+    return cache.head(role.transformer.next_states(ids[:, -1], mask, cache)).float()
 
 
 def as_lists(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:

@@ -74,17 +74,22 @@ def active_logits(role: Role, batch: Batch) -> torch.Tensor:
     return role.lm.lm_head(states_before(role, batch)).float()
 
 
-def pick_logprobs(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """log softmax of the response tokens out of `active_logits`: (N, V) -> (B, T) FP32, 0 if masked."""
+def vocab_logprobs(role: Role, batch: Batch) -> torch.Tensor:
+    """log pi(. | prefix) over the vocabulary at the active response tokens, (N, V) FP32."""
+    return active_logits(role, batch).log_softmax(-1)
+
+
+def pick_logprobs(logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The response tokens' own out of `vocab_logprobs`: (N, V) -> (B, T) FP32, 0 where masked."""
     chosen = batch.response_ids[batch.response_mask]  # (N,)
-    logprobs = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]  # (N,)
-    out = torch.zeros(batch.response_mask.shape, device=logits.device)
-    return out.masked_scatter(batch.response_mask, logprobs)
+    picked = logprobs.gather(1, chosen[:, None])[:, 0]  # (N,)
+    out = torch.zeros(batch.response_mask.shape, device=logprobs.device)
+    return out.masked_scatter(batch.response_mask, picked)
 
 
 def response_logprobs(role: Role, batch: Batch) -> torch.Tensor:
     """log pi(response token | prefix), (B, T) FP32, 0 where masked."""
-    return pick_logprobs(active_logits(role, batch), batch)
+    return pick_logprobs(vocab_logprobs(role, batch), batch)
 
 
 def response_values(role: Role, batch: Batch) -> torch.Tensor:
@@ -147,14 +152,14 @@ def learned_reward(reward: Role, pad_id: int, device):
 
 
 @torch.no_grad()
-def exact_kl(logits: torch.Tensor, ref_logits: torch.Tensor, mask: torch.Tensor) -> dict:
-    """Categorical quantities of each visited prefix: (N, V), (N, V), (B, T) bool -> two (B, T) FP32.
+def exact_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> dict:
+    """Categorical quantities of each visited prefix, from two `vocab_logprobs` (N, V) and the mask
+    (B, T) bool: two (B, T) FP32.
 
     kl = sum_v pi(v) * (log pi(v) - log pi_ref(v)) >= 0 over the full vocabulary: the exact
     KL(policy || reference), of which the sampled log-ratio is a one-token estimate.
     entropy = -sum_v pi(v) * log pi(v). Both 0 where masked.
     """
-    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     probs = logprobs.exp()
     parts = {
         "kl": (probs * (logprobs - ref_logprobs)).sum(-1),  # (N,)

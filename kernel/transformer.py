@@ -14,12 +14,13 @@ H query heads, K key/value heads, G = H / K, E size of a head, I inner size of t
 The plain twin is the stock model, `role.lm`, to which the tests hold states and gradients.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from kernel.lora import Merged, Stacked
+from kernel.lora import Merged, Prepacked, Stacked
 
 
 class Packed(NamedTuple):
@@ -168,7 +169,7 @@ class Layer(NamedTuple):
 class Cache:
     """Rotated keys and values of every layer, FP32, for rows that grow by one column per step.
 
-    It also holds the layers with their adapters stacked, as they are when it is made.
+    It also holds the layers with their adapters stacked, as they are when it is made, and the head.
     """
 
     def __init__(self, transformer: "Transformer", rows: int, columns: int):
@@ -178,6 +179,7 @@ class Cache:
         self.values = torch.zeros_like(self.keys)
         self.filled = 0  # columns
         self.layers = [layer.stacked() for layer in transformer.layers]
+        self.head = transformer.prepacked_head
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor):
         """Add columns, (R, K, columns, E), and return all of the layer; `filled` moves after a pass."""
@@ -207,6 +209,7 @@ class Transformer:
         if 2 * len(self.rotary.inv_freq) != self.head_size:
             raise ValueError("rotary positions on a part of each head are not supported")
         self.embedding, self.norm = lm.model.embed_tokens.weight, lm.model.norm.weight
+        self.lm_head = lm.lm_head
         self.layers = [Layer.of(block, self.heads, self.kv_heads) for block in lm.model.layers]
 
     def states(self, packed: Packed, wanted: torch.Tensor) -> torch.Tensor:
@@ -271,6 +274,10 @@ class Transformer:
             gate, up = layer.gate_up(RMSNorm.apply(x, layer.mlp_norm, self.eps)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
         return RMSNorm.apply(x, self.norm, self.eps)
+
+    @cached_property
+    def prepacked_head(self) -> Prepacked:
+        return Prepacked(self.lm_head.weight, self.lm_head.bias)
 
     def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Qwen3: every query and key head is normed on its own before the rotation; values are not."""

@@ -34,8 +34,6 @@ from kernel.model import Role, make_role
 
 torch.set_num_threads(1)  # two workers share two cores
 
-torch.set_num_threads(1)
-
 ROOT = Path(__file__).resolve().parent.parent
 
 EOS, PAD, VOCABULARY, HIDDEN, LAYERS = 2, 0, 97, 32, 2

@@ -10,13 +10,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import LAYERS
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from kernel.lora import PROJECTIONS, LoRAFunction, LoRALinear, add_lora
+from kernel.lora import PROJECTIONS, LoRAFunction, LoRALinear, Prepacked, add_lora
 from kernel.model import (
     Role,
     check_isolation,
@@ -28,6 +29,7 @@ from kernel.model import (
     save_adapter,
 )
 from kernel.score import make_batch, response_logprobs
+from kernel.transformer import Cache
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(9))
@@ -104,6 +106,38 @@ def test_untrained_adapters_return_the_base_model_bit_for_bit(model_dir, new_rol
             x = torch.randn(5, merged.weight.shape[1], generator=generator(1)).to(role.lm.dtype)
             bare = F.linear(x, merged.weight, merged.bias)
             assert torch.equal(merged(x), bare) and torch.equal(stacked(x), bare)
+
+
+@pytest.mark.parametrize(
+    "rows, width, out", [(1, 1, 1), (3, 33, 17), (4, 576, 96), (16, 200, 1000)]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_prepacked_weights_give_the_twins_product(rows, width, out, bias):
+    make = generator(rows)
+    weight, b, x = (
+        torch.randn(shape, generator=make) for shape in ((out, width), (out,), (rows, width))
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        w, b_or_none, rows_of_x = weight.to(dtype), b.to(dtype) if bias else None, x.to(dtype)
+        have, twin = Prepacked(w, b_or_none)(rows_of_x), F.linear(rows_of_x, w, b_or_none)
+        assert have.dtype == dtype
+        exact = F.linear(*(None if t is None else t.double() for t in (rows_of_x, w, b_or_none)))
+        if dtype == torch.float32:
+            assert torch.equal(have, twin)  # the twin itself
+        # one rounding to eight bits, at most one unit from the twin's, of a sum in float32
+        torch.testing.assert_close(have.double(), exact, rtol=2**-8, atol=1e-4)
+        torch.testing.assert_close(have, twin, rtol=2**-7, atol=1e-4)
+
+
+def test_decoding_reads_prepacked_weights_where_the_processor_can(model_dir, new_role):
+    role = new_role(model_dir, base_dtype="bfloat16")
+    cache = Cache(role.transformer, 2, 8)
+    ways = [way.base for layer in cache.layers for way in layer[:4]] + [cache.head]
+    able = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert [way.packed is not None for way in ways] == [able] * (4 * LAYERS + 1)
+    again = Cache(role.transformer, 1, 4)  # packed once per role, not per rollout
+    assert [way.base for layer in again.layers for way in layer[:4]] + [again.head] == ways
+    assert not any("packed" in name for name in role.state_dict())
 
 
 def merged(layers: list[LoRALinear], x: torch.Tensor) -> torch.Tensor:

@@ -199,14 +199,15 @@ def test_the_plain_form_begins_as_the_tokenizer_wants_and_never_ends(tokenizer_f
 # ---- as programs ----------------------------------------------------------------------------------
 
 
-def test_a_sharded_qwen3_without_a_template_and_pad_token_goes_through_sft(tmp_path):
+def test_a_sharded_qwen3_without_a_template_and_pad_token_goes_through_sft(tmp_path, tiny):
     folder = build(
         tmp_path / "whole", "qwen3", vocab_size=1024, max_position_embeddings=512,
         initializer_range=0.02,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.save_pretrained(tmp_path / "model", max_shard_size="60KB")
-    tokenizer = AutoTokenizer.from_pretrained(next(ROOT.glob("models/tiny-*")))
+    tiny_model = read_json(tiny / "config.json")["common"]["model_dir"]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / tiny_model)
     tokenizer.chat_template, tokenizer.pad_token = None, None
     tokenizer.save_pretrained(tmp_path / "model")
     run = tmp_path / "run"

@@ -85,9 +85,9 @@ def test_a_frozen_role_that_is_not_frozen(roles, monkeypatch):
     """A reference with a gradient, reached because somebody scored the response with it."""
     real = preflight.pick_logprobs
 
-    def with_reference(logits, batch):
+    def with_reference(vocab, batch):
         roles["reference"].requires_grad_(True)
-        return real(logits + 0 * score.active_logits(roles["reference"], batch), batch)
+        return real(vocab + 0 * score.vocab_logprobs(roles["reference"], batch), batch)
 
     monkeypatch.setattr(preflight, "pick_logprobs", with_reference)
     refused(preflight.policy, **roles, match="gradients reach exactly the 28 learned tensors")

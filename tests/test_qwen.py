@@ -39,12 +39,12 @@ from kernel.ppo import gae, policy_loss, token_rewards, value_loss
 from kernel.profiles import PROFILES
 from kernel.rollout import as_lists, sample
 from kernel.score import (
-    active_logits,
     exact_kl,
     learned_reward,
     pad_prompts,
     pick_logprobs,
     response_values,
+    vocab_logprobs,
 )
 
 QWEN = Qwen2Config(
@@ -242,10 +242,10 @@ def test_one_ppo_iteration_in_full_size(tmp_path):
 
     start = clock()
     with torch.no_grad():
-        ref_logits = active_logits(reference, batch)  # (N, V)
-        full_logprobs = pick_logprobs(active_logits(actor, batch), batch)  # (B, T)
+        ref_vocab = vocab_logprobs(reference, batch)  # (N, V)
+        full_logprobs = pick_logprobs(vocab_logprobs(actor, batch), batch)  # (B, T)
         old_values = response_values(critic, batch)
-    ref_logprobs = pick_logprobs(ref_logits, batch)
+    ref_logprobs = pick_logprobs(ref_vocab, batch)
     scores = learned_reward(reward, chat.pad_id, device)(*as_lists(batch))
     gap = (full_logprobs - old_logprobs).abs().max().item()
     assert gap < 0.1, "prefix by prefix against whole sequence, BF16"  # case B09
@@ -260,9 +260,9 @@ def test_one_ppo_iteration_in_full_size(tmp_path):
 
     start = clock()
     for epoch in (1, 2):
-        logits = active_logits(actor, batch)
-        kl = exact_kl(logits, ref_logits, mask)["kl"]
-        new_logprobs = pick_logprobs(logits, batch)
+        new_vocab = vocab_logprobs(actor, batch)
+        kl = exact_kl(new_vocab, ref_vocab, mask)["kl"]
+        new_logprobs = pick_logprobs(new_vocab, batch)
         loss, stats = policy_loss(
             new_logprobs, old_logprobs, advantages, mask, config["clip_range"]
         )

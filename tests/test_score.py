@@ -17,7 +17,6 @@ import kernel.score as score
 from kernel.preference import sft_loss
 from kernel.score import (
     Batch,
-    active_logits,
     exact_kl,
     learned_reward,
     make_batch,
@@ -26,6 +25,7 @@ from kernel.score import (
     response_logprobs,
     response_scores,
     response_values,
+    vocab_logprobs,
 )
 
 CPU = torch.device("cpu")
@@ -320,11 +320,11 @@ def test_judge_returns_one_score_per_row_in_order_whatever_its_inner_batches(lla
 
 @torch.no_grad()
 def against_reference(actor, reference, batch) -> dict[str, torch.Tensor]:
-    logits, ref_logits = active_logits(actor, batch), active_logits(reference, batch)
+    vocab, ref_vocab = vocab_logprobs(actor, batch), vocab_logprobs(reference, batch)
     return {
-        "full_logprobs": pick_logprobs(logits, batch),
-        "ref_logprobs": pick_logprobs(ref_logits, batch),
-        **exact_kl(logits, ref_logits, batch.response_mask),
+        "full_logprobs": pick_logprobs(vocab, batch),
+        "ref_logprobs": pick_logprobs(ref_vocab, batch),
+        **exact_kl(vocab, ref_vocab, batch.response_mask),
     }
 
 

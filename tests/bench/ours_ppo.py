@@ -9,12 +9,12 @@ from kernel.ppo import gae, policy_loss, token_rewards, value_loss
 from kernel.rollout import as_lists, sample
 from kernel.run import settle
 from kernel.score import (
-    active_logits,
     exact_kl,
     learned_reward,
     pad_prompts,
     pick_logprobs,
     response_values,
+    vocab_logprobs,
 )
 
 NO_EOS = -1  # no token has this id, so every response takes all its tokens
@@ -46,8 +46,8 @@ for start in range(0, len(prompts), rollouts):
     watch.mark("generation")
 
     with torch.no_grad():
-        ref_logits = active_logits(reference, batch)  # (N, V)
-        ref_logprobs = pick_logprobs(ref_logits, batch)  # (B, T)
+        ref_vocab = vocab_logprobs(reference, batch)  # (N, V)
+        ref_logprobs = pick_logprobs(ref_vocab, batch)  # (B, T)
     new_values = response_values(critic, batch)  # (B, T)
     old_values = new_values.detach()
     scores = judge(*as_lists(batch))  # (B,)
@@ -59,11 +59,11 @@ for start in range(0, len(prompts), rollouts):
     watch.mark("scoring")
 
     for epoch in range(config["ppo_epochs"]):
-        logits = active_logits(actor, batch)  # (N, V)
-        new_logprobs = pick_logprobs(logits, batch)  # (B, T)
+        new_vocab = vocab_logprobs(actor, batch)  # (N, V)
+        new_logprobs = pick_logprobs(new_vocab, batch)  # (B, T)
         if epoch == 0:
-            exact_kl(logits, ref_logits, mask)
-            del ref_logits
+            exact_kl(new_vocab, ref_vocab, mask)
+            del ref_vocab
         loss, _ = policy_loss(new_logprobs, old_logprobs, advantages, mask, config["clip_range"])
         loss.backward()
         actor_optimizer.step(loss.detach(), "actor")

@@ -7,7 +7,8 @@ Columns, in milliseconds, the best of some rounds in which all three take turns:
     ours    the kernel's own pass
     stock   the same through `role.lm`: transformers' modules, LoRA by plain autograd, DynamicCache
     bare    the products of the model's own shapes and dtype with the same number of tokens and nothing
-            else: forward, gradient of the input, head over the tokens that are read out
+            else: forward, gradient of the input, head over the tokens that are read out; a decode step
+            from prepacked weights, as ours
 One thread is timed in CPU seconds, so that other work on the machine counts less; more in wall time.
 Rows are shaped like the corpus: prompts of 59 tokens, the first 15 alike in all, answers of 26.
 """
@@ -15,6 +16,7 @@ Rows are shaped like the corpus: prompts of 59 tokens, the first 15 alike in all
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kernel import score  # noqa: E402
+from kernel.lora import Prepacked  # noqa: E402
 from kernel.model import make_role  # noqa: E402
 from kernel.rollout import sample  # noqa: E402
 
@@ -98,19 +101,20 @@ def stock_states(prompts: list, answers: list) -> tuple[torch.Tensor, score.Batc
     return out.last_hidden_state, batch
 
 
-def bare_products(tokens: int, read_out: int, backward: bool):
+def bare_products(tokens: int, read_out: int, backward: bool, prepacked: bool = False):
     """The matrix products of a pass, ready to run: every layer's seven, and the head."""
-    inputs, upstream = {}, {}
+    inputs, upstream, ways = {}, {}, {}
     linears = [m.base for m in lm.modules() if hasattr(m, "base")]
     work = [(m.weight, tokens) for m in linears] + [(lm.lm_head.weight, read_out)] * (read_out > 0)
     for weight, rows in work:
         out, width = weight.shape
         inputs.setdefault((rows, width), torch.randn(rows, width).to(weight.dtype))
         upstream.setdefault((rows, out), torch.randn(rows, out).to(weight.dtype))
+        ways[weight] = Prepacked(weight) if prepacked else partial(F.linear, weight=weight)
 
     def run():
         for weight, rows in work:
-            F.linear(inputs[rows, weight.shape[1]], weight)
+            ways[weight](inputs[rows, weight.shape[1]])
             if backward:
                 upstream[rows, weight.shape[0]] @ weight
 
@@ -130,7 +134,7 @@ def sft_update(rows: int) -> dict[str, float]:
     def stock():
         states, batch = stock_states(prompts, answers)
         logits = lm.lm_head(states[:, PROMPT - 1 : -1][batch.response_mask]).float()
-        score.pick_logprobs(logits, batch).sum().backward()
+        score.pick_logprobs(logits.log_softmax(-1), batch).sum().backward()
 
     bare = bare_products(rows * (PROMPT + ANSWER), rows * ANSWER, backward=True)
     return race(ours=ours, stock=stock, bare=bare)
@@ -200,7 +204,7 @@ def decode_step(rows: int) -> dict[str, float]:
             best = min(best, clock() - middle - (middle - start))
         return 1000 * best / STEPS
 
-    bare = race(bare=bare_products(rows, rows, backward=False))["bare"]
+    bare = race(bare=bare_products(rows, rows, backward=False, prepacked=True))["bare"]
     return {"ours": step(ours), "stock": step(stock), "bare": bare}
 
 
@@ -232,6 +236,5 @@ else:
     for count in (4, 16):
         line(f"decode step, {count} rows", decode_step(count))
     # A product with one row does little but read its weights.
-    print(
-        f"reading the weights once {race(one_row=bare_products(1, 1, backward=False))['one_row']:33.1f}"
-    )
+    one_row = bare_products(1, 1, backward=False, prepacked=True)
+    print(f"reading the weights once {race(one_row=one_row)['one_row']:33.1f}")
