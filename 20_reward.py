@@ -22,7 +22,7 @@ from kernel.metrics import Phases
 from kernel.model import check_isolation, fingerprint, make_role, save_adapter
 from kernel.optim import Optimizer
 from kernel.preference import bradley_terry_loss, pair_accuracy
-from kernel.score import pair_scores
+from kernel.score import pair_scores, score_pairs
 from kernel.stage import Stage
 
 WRITES = ["checkpoints/20_reward", "outputs/20_reward"]
@@ -87,15 +87,11 @@ timings = stage.records("timings.jsonl")
 # ---- loop ---------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def validate() -> dict:
     """Loss and accuracy on the validation pairs."""
-    size = config["micro_batch"]
-    parts = [
-        pair_scores(reward, *zip(*validation[i : i + size]), chat.pad_id, device)
-        for i in range(0, len(validation), size)
-    ]
-    chosen_scores, rejected_scores = (torch.cat(side) for side in zip(*parts))
+    chosen_scores, rejected_scores = score_pairs(
+        reward, validation, chat.pad_id, device, config["micro_batch"]
+    )
     loss = bradley_terry_loss(chosen_scores, rejected_scores)
     accuracy = pair_accuracy(chosen_scores, rejected_scores)["accuracy"]
     return {"validation_loss": loss.item(), "validation_accuracy": accuracy}

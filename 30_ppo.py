@@ -36,10 +36,11 @@ from kernel.ppo import (
     response_mean,
     rollout_metrics,
     token_rewards,
+    update_metrics,
     value_loss,
 )
 from kernel.reward import make_reward, reward_files
-from kernel.rollout import as_lists, sample
+from kernel.rollout import as_lists, rollout_records, sample
 from kernel.score import (
     exact_kl,
     pad_prompts,
@@ -240,50 +241,21 @@ for iteration in bar:
             rewards, advantages, returns, mask, rollout.finished,
         ),
         "entropy": response_mean(exact["entropy"], mask).item(),
+        **update_metrics(epochs),
     }  # fmt: skip
-    for number, epoch in enumerate(epochs, start=1):
-        row |= {
-            f"policy_loss_{number}": epoch["policy"]["loss"],
-            f"value_loss_{number}": epoch["value"]["loss"],
-            f"clip_fraction_{number}": epoch["clip_fraction"].item(),
-            f"approx_kl_{number}": epoch["approx_kl"].item(),
-            f"actor_grad_norm_{number}": epoch["policy"]["grad_norm"],
-            f"critic_grad_norm_{number}": epoch["value"]["grad_norm"],
-        }
-    row |= {"actor_lr": epochs[-1]["policy"]["lr"], "critic_lr": epochs[-1]["value"]["lr"]}
     history.append(row)
     metrics.write(row)
-    samples = []
-    for b, index in enumerate(drawn):
-        length = int(mask[b].sum())
-        record = {
-            "iteration": iteration,
-            "rollout": f"{iteration:04d}-{b}",
-            "prompt_id": rows[index]["id"],
-            "prompt_ids": prompt_lists[b],
-            "response_ids": response_lists[b],
-            "tokens": chat.token_texts(response_lists[b]),
-            "text": chat.decode(response_lists[b]),
-            "finish_reason": "eos" if rollout.finished[b] else "length",
-            "score": scores[b].item(),
-            "center": center,
-        }
-        tensors = {
-            "old_logprobs": old_logprobs,
-            "ref_logprobs": ref_logprobs,
-            "full_logprobs": full_logprobs,
-            "kl": exact["kl"],
-            "rewards": rewards,
-            "old_values": old_values,
-            "advantages": advantages,
-            "returns": returns,
-        }
-        record |= {name: tensor[b, :length].tolist() for name, tensor in tensors.items()}
-        record["new_values"] = [epoch["values"][b, :length].tolist() for epoch in epochs]
-        record["ratios"] = [epoch["ratio"][b, :length].tolist() for epoch in epochs]
-        record["clip_bites"] = [epoch["clip_bites"][b, :length].tolist() for epoch in epochs]
+    per_token = {
+        "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "full_logprobs": full_logprobs,
+        "kl": exact["kl"], "rewards": rewards, "old_values": old_values, "advantages": advantages,
+        "returns": returns,
+    }  # fmt: skip
+    samples = rollout_records(
+        iteration, [rows[i]["id"] for i in drawn], prompt_lists, response_lists, rollout.finished,
+        scores, center, per_token, epochs, chat,
+    )  # fmt: skip
+    for b, record in enumerate(samples):
         rollouts.write(record)
-        samples.append(record)
         consumed.append(record["rollout"])
         if len(first_logits) < 2:  # so that a log-probability can be recomputed by hand
             first_logits[record["rollout"]] = rollout.first_logits[b].cpu().clone()

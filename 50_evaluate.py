@@ -21,9 +21,8 @@ from kernel import run
 from kernel.chat import Chat
 from kernel.data import load_rubric, read_jsonl, write_atomic, write_json, write_jsonl
 from kernel.model import load_adapter, make_role
-from kernel.preference import pair_accuracy
-from kernel.report import answer_figures, by_variant, evaluation, results_table, show
-from kernel.score import learned_reward
+from kernel.report import answer_figures, evaluation, pair_figures, results_table, show
+from kernel.score import learned_reward, score_pairs
 from kernel.stage import Stage
 
 GENERATIONS = "outputs/40_generate/generations.jsonl"
@@ -59,7 +58,7 @@ reward = make_role("reward", config, device, head="normal").freeze()
 load_adapter(stage.dir / REWARD, reward, config, stage.model["base_sha256"])
 judge = learned_reward(reward, chat.pad_id, device)
 
-# ---- loop: one verdict and one score per answer -------------------------------------------------
+# ---- loop: one verdict and one score per answer, two scores per pair ---------------------------
 
 for row in answers:
     if row["id"] not in labels:
@@ -71,16 +70,14 @@ scores = judge([chat.prompt_ids(prompt) for prompt, _ in distinct], [list(r) for
 score_of = dict(zip(distinct, scores.tolist()))
 for row in answers:
     row["score"] = score_of[row["prompt"], tuple(row["response_ids"])]
+for row, chosen, rejected in zip(pair_rows, *score_pairs(reward, pairs, chat.pad_id, device)):
+    row |= {"chosen_score": chosen.item(), "rejected_score": rejected.item()}
 
 # ---- figures ------------------------------------------------------------------------------------
 
 figures = evaluation(answers, config["bootstrap_seed"])
 differences, verdict = figures["differences"], figures["verdict"]
-prompts, chosen, rejected = zip(*pairs)
-chosen_scores, rejected_scores = judge(prompts, chosen), judge(prompts, rejected)
-accuracy = {"all": pair_accuracy(chosen_scores, rejected_scores)}
-for variant, picked in by_variant([row["id"] for row in pair_rows]).items():
-    accuracy[variant] = pair_accuracy(chosen_scores[picked], rejected_scores[picked])
+accuracy = pair_figures(pair_rows)
 if accuracy["all"]["accuracy"] < 0.4:
     print("  HINT: the judge prefers the rejected answers; are the columns swapped?")
 
@@ -114,8 +111,11 @@ answers_path = stage.outputs / "answers.jsonl"
 keep = ("policy", "id", "population", "context", "prompt", "text", "finish_reason", "tokens", "score",
         "log_ratio", "kl", "verdict")  # fmt: skip
 write_jsonl(answers_path, [{key: row[key] for key in keep} for row in answers])
+pairs_path = stage.outputs / "pairs.jsonl"
+keep = ("id", "chosen_score", "rejected_score")
+write_jsonl(pairs_path, [{key: row[key] for key in keep} for row in pair_rows])
 moved = show(differences["rubric"] and differences["rubric"]["mean"], "+.3f")
 stage.finish(
     f"score {differences['score']['mean']:+.2f}, rubric {moved} (PPO - SFT): {verdict['label']}",
-    [results_path, table_path, answers_path],
+    [results_path, table_path, answers_path, pairs_path],
 )

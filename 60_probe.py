@@ -4,7 +4,7 @@ In:   data/heldout/probes.jsonl                 fixed candidates, crossed by nam
       data/{train,validation,heldout}/pairs.jsonl
       data/{train,heldout}/labels.jsonl, data/train/prompts.jsonl, data/rubric.py
       outputs/30_ppo/continuous/{metrics,rollouts}.jsonl
-      outputs/50_evaluate/answers.jsonl         what the two policies really answered
+      outputs/50_evaluate/{answers,pairs}.jsonl    what the policies really answered; held-out scores
       checkpoints/{10_sft,20_reward}/continuous/adapter.safetensors
 Out:  outputs/60_probe/figures.json             every figure
       outputs/60_probe/{probes,pairs,doses,best_of_n}.jsonl    the scores they follow from
@@ -42,7 +42,7 @@ from kernel.model import fingerprint, load_adapter, make_role
 from kernel.probe import all_figures, answered, dose_rows
 from kernel.probe_tables import all_lines, before_after_lines
 from kernel.rollout import as_lists, sample
-from kernel.score import learned_reward, pad_prompts, pair_scores
+from kernel.score import learned_reward, pad_prompts, score_pairs
 from kernel.stage import Stage
 
 PROBES = "data/heldout/probes.jsonl"
@@ -58,13 +58,14 @@ RUBRIC = "data/rubric.py"
 METRICS = "outputs/30_ppo/continuous/metrics.jsonl"
 ROLLOUTS = "outputs/30_ppo/continuous/rollouts.jsonl"
 ANSWERS = "outputs/50_evaluate/answers.jsonl"
+PAIR_SCORES = "outputs/50_evaluate/pairs.jsonl"
 SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
 REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
 READS = [PROBES, *PAIRS.values(), PROMPTS, TRAIN_LABELS, LABELS, RUBRIC, METRICS, ROLLOUTS, ANSWERS,
-         SFT, REWARD]  # fmt: skip
+         PAIR_SCORES, SFT, REWARD]  # fmt: skip
 WRITES = ["outputs/60_probe"]
+SIDES = ("chosen", "rejected")
 SHOWN = ["data/manifest.json", "outputs/**/*.json*"]  # by the report
-BATCH = 8  # pairs scored together
 
 # ---- flags, run folder and seeds ----------------------------------------------------------------
 
@@ -90,13 +91,10 @@ generator = torch.Generator().manual_seed(config["probe_seed"])  # on the CPU, o
 chat = Chat(config)
 probes = read_jsonl(stage.dir / PROBES) if (stage.dir / PROBES).stat().st_size else []
 candidates = chat.encode_answers(probes, "candidate", PROBES)
-pairs = []  # (split, row, prompt ids, chosen ids, rejected ids)
-for split, name in PAIRS.items():
-    rows = read_jsonl(stage.dir / name)
-    own = list(zip(rows, chat.encode_pairs(rows, name)))
-    if split != "heldout":  # of those every pair counts
-        own = spread(own, config["card_pairs"])
-    pairs += [(split, row, *ids) for row, ids in own]
+pairs = {split: read_jsonl(stage.dir / name) for split, name in PAIRS.items()}
+for split in ("train", "validation"):  # of the held-out pairs every one counts
+    pairs[split] = spread(pairs[split], config["card_pairs"])
+pair_ids = {split: chat.encode_pairs(rows, PAIRS[split]) for split, rows in pairs.items()}
 answers = read_jsonl(stage.dir / ANSWERS)
 both = answered(answers)
 asked = [sft for sft, _ in both if sft["population"] == "probe"]
@@ -113,7 +111,7 @@ reward = make_role("reward", config, device, head="normal").freeze()
 load_adapter(stage.dir / REWARD, reward, config, base_sha256)
 judge = learned_reward(reward, chat.pad_id, device)
 judge_before = fingerprint(reward.learned()), fingerprint(reward.base())
-bar = stage.bar(0, -(-len(pairs) // BATCH) + len(asked))  # batches of pairs, then contexts
+bar = stage.bar(0, len(PAIRS) + len(asked))  # splits, then contexts
 
 # ---- scores of fixed answers: probe candidates, pairs -------------------------------------------
 
@@ -122,23 +120,21 @@ for row, score in zip(probes, judge(*zip(*candidates)).tolist() if probes else [
 known = {(tuple(p), tuple(r)): row["score"] for (p, r), row in zip(candidates, probes)}
 
 pair_rows = []
-for start in range(0, len(pairs), BATCH):
-    splits, rows, prompts, chosen, rejected = zip(*pairs[start : start + BATCH])
-    with torch.no_grad():
-        scores = pair_scores(reward, prompts, chosen, rejected, chat.pad_id, device)
-    for split, row, a, b, ids_a, ids_b in zip(splits, rows, *scores, chosen, rejected):
-        pair_rows.append(
-            {
-                "split": split,
-                "id": row["id"],
-                "chosen_score": a.item(),
-                "rejected_score": b.item(),
-                "chosen_tokens": len(ids_a),
-                "rejected_tokens": len(ids_b),
-                "chosen_courtesy": count_courtesy(row["chosen"]),
-                "rejected_courtesy": count_courtesy(row["rejected"]),
+heldout = {row["id"]: row for row in read_jsonl(stage.dir / PAIR_SCORES)}  # measured by 50_evaluate
+for split, rows in pairs.items():
+    if split == "heldout":
+        scores = [[heldout[row["id"]][f"{side}_score"] for row in rows] for side in SIDES]
+    else:
+        scores = [s.tolist() for s in score_pairs(reward, pair_ids[split], chat.pad_id, device)]
+    for row, (_, *ids), *found in zip(rows, pair_ids[split], *scores):
+        pair_row = {"split": split, "id": row["id"]}
+        for side, response, score in zip(SIDES, ids, found):
+            pair_row |= {
+                f"{side}_score": score,
+                f"{side}_tokens": len(response),
+                f"{side}_courtesy": count_courtesy(row[side]),
             }
-        )
+        pair_rows.append(pair_row)
     bar.update()
 
 # ---- loop: per context SFT samples (best of n), then counterfactual answers (doses) -------------

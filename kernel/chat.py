@@ -63,7 +63,6 @@ class Chat:
         self.vocabulary = len(self.tokenizer)
         self.prompt_limit = config["prompt_limit"]
         self.response_limit = config["response_limit"]
-        self.context_limit = config["context_limit"]
 
     def prompt_ids(self, prompt: str, where: str = "prompt") -> list[int]:
         """System turn, user turn, and the header that opens the answer. ValueError if over the limit."""

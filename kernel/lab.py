@@ -19,11 +19,11 @@ from kernel.chat import Chat
 from kernel.data import load_rubric, read_json, read_jsonl, spread
 from kernel.ledger import by_iteration, judged_rollouts
 from kernel.lock import take
-from kernel.model import load_adapter, make_role
+from kernel.model import Role, load_adapter, make_role
 from kernel.profiles import PROFILES
 from kernel.reward import adapter_file
 from kernel.run import REPOSITORY
-from kernel.score import learned_reward
+from kernel.score import learned_reward, score_pairs
 
 SHARED = (  # flags of 00_prepare for settings that a folder beside takes over
     "--base-dtype --device --threads --threads-alone --lora-r --lora-alpha --prompt-limit "
@@ -126,11 +126,15 @@ class Lab:
             raise ValueError(f"{name} failed ({log}): {last}")
         return f"  {time.perf_counter() - began:5.0f} s  {last}"
 
-    def judge(self, name: str):
-        """A trained reward model by name, as a function of (prompt ids, response ids)."""
+    def reward(self, name: str) -> Role:
+        """A trained reward model by name."""
         role = make_role("reward", self.common, self.device, head="normal").freeze()
         load_adapter(self.dir / adapter_file(name), role, self.common, self.base_sha256)
-        return learned_reward(role, self.chat.pad_id, self.device)
+        return role
+
+    def judge(self, name: str):
+        """The same as a function of (prompt ids, response ids)."""
+        return learned_reward(self.reward(name), self.chat.pad_id, self.device)
 
     def pair_rows(self, split: str) -> list[dict]:
         """At most 180 pairs of a split, at equal distances."""
@@ -139,9 +143,8 @@ class Lab:
     def scores(self, name: str, split: str) -> tuple[list[float], list[float]]:
         """chosen_scores and rejected_scores of a reward model on the pairs of a split."""
         pairs = self.chat.encode_pairs(self.pair_rows(split), f"data/{split}/pairs.jsonl")
-        prompts, chosen, rejected = zip(*pairs)
-        judge = self.judge(name)
-        return judge(prompts, chosen).tolist(), judge(prompts, rejected).tolist()
+        chosen, rejected = score_pairs(self.reward(name), pairs, self.chat.pad_id, self.device)
+        return chosen.tolist(), rejected.tolist()
 
     def card(self, name: str, split: str) -> dict:
         chosen, rejected = self.scores(name, split)

@@ -24,6 +24,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 NEUTRAL = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
     "qalora_group_size", "revision",
+    "lora_dropout",  # it acted while that adapter was trained; a finished one computes without it
 }  # fmt: skip
 
 

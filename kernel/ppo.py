@@ -152,3 +152,18 @@ def rollout_metrics(
         "advantage": mean(advantages),
         "explained_variance": explained_variance(old_values, returns, response_mask).item(),
     }
+
+
+def update_metrics(epochs: list[dict]) -> dict:
+    """What each update of an iteration found, as `name_k`, and the learning rates of the last one."""
+    row = {}
+    for number, epoch in enumerate(epochs, start=1):
+        row |= {
+            f"policy_loss_{number}": epoch["policy"]["loss"],
+            f"value_loss_{number}": epoch["value"]["loss"],
+            f"clip_fraction_{number}": epoch["clip_fraction"].item(),
+            f"approx_kl_{number}": epoch["approx_kl"].item(),
+            f"actor_grad_norm_{number}": epoch["policy"]["grad_norm"],
+            f"critic_grad_norm_{number}": epoch["value"]["grad_norm"],
+        }
+    return row | {"actor_lr": epochs[-1]["policy"]["lr"], "critic_lr": epochs[-1]["value"]["lr"]}

@@ -25,7 +25,10 @@ def bradley_terry_loss(chosen_scores: torch.Tensor, rejected_scores: torch.Tenso
 
 
 def pair_accuracy(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> dict:
-    """Counts of right, tied and wrong pairs; a tie is not a success. (B,), (B,) -> dict."""
+    """Counts of right, tied and wrong pairs; a tie is not a success. (B,), (B,) -> dict.
+
+    Tensors or NumPy arrays.
+    """
     margin = chosen_scores - rejected_scores
     right, ties = int((margin > 0).sum()), int((margin == 0).sum())
     return {

@@ -208,10 +208,14 @@ def evaluation(run: Run) -> str:
     figures = report.evaluation(answers, seed)
     stored = read_json(run.dir / "outputs/50_evaluate/results.json")
     equal("50_evaluate results.json", {key: stored[key] for key in figures}, figures)
+    pairs = run.rows("outputs/50_evaluate/pairs.jsonl")
+    wanted = [row["id"] for row in run.rows("data/heldout/pairs.jsonl")]
+    equal("50_evaluate pairs.jsonl ids", [row["id"] for row in pairs], wanted)
+    equal("50_evaluate results.json", stored["reward_accuracy"], report.pair_figures(pairs))
     table = (run.dir / "outputs/50_evaluate/table.md").read_text(encoding="utf-8").splitlines()
     lines = report.results_table(figures["results"])
     equal("50_evaluate table.md", table[: len(lines)], lines)
-    return f"{len(answers)} verdicts, the table, the intervals, the verdict"
+    return f"{len(answers)} verdicts, {len(pairs)} pairs, the table, the intervals, the verdict"
 
 
 def probes(run: Run) -> str:
@@ -260,8 +264,12 @@ def probe_rows(run: Run, candidates, pairs, doses, samples, asked: dict[str, dic
         for split in ("train", "validation", "heldout")
         for row in run.rows(f"data/{split}/pairs.jsonl")
     }
+    measured = {row["id"]: row for row in run.rows("outputs/50_evaluate/pairs.jsonl")}
     for row in pairs:
         for side in ("chosen", "rejected"):
+            if row["split"] == "heldout":
+                have, key = measured[row["id"]], f"{side}_score"
+                same(f"60_probe pairs.jsonl {row['id']} {key}", row[key], have[key])
             text, where = source[row["split"], row["id"]][side], f"60_probe pairs.jsonl {row['id']}"
             equal(f"{where} {side}_tokens", row[f"{side}_tokens"], len(chat.response_ids(text)))
             equal(f"{where} {side}_courtesy", row[f"{side}_courtesy"], count_courtesy(text))

@@ -2,6 +2,8 @@
 
 import numpy
 
+from kernel.preference import pair_accuracy
+
 POPULATIONS = ("test", "probe_rows", "probe_unique_contexts", "all_rows", "all_unique_contexts")
 
 
@@ -184,6 +186,17 @@ def by_variant(ids: list[str]) -> dict[str, list[int]]:
     if any("-" not in name for name in ids) or len(ids) < 5 * len(groups):
         return {}
     return dict(sorted(groups.items()))
+
+
+def pair_figures(rows: list[dict]) -> dict:
+    """Accuracy over "all" pairs and over each variant; rows carry id, chosen_score, rejected_score."""
+    chosen, rejected = (
+        numpy.array([row[f"{side}_score"] for row in rows]) for side in ("chosen", "rejected")
+    )
+    groups = {"all": range(len(rows))} | by_variant([row["id"] for row in rows])
+    return {
+        name: pair_accuracy(chosen[picked], rejected[picked]) for name, picked in groups.items()
+    }
 
 
 def polite_share(answers: list[dict], policy: str) -> float | None:

@@ -76,3 +76,43 @@ def as_lists(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
     prompts = [row[m].tolist() for row, m in zip(batch.prompt_ids, batch.prompt_mask)]
     responses = [row[m].tolist() for row, m in zip(batch.response_ids, batch.response_mask)]
     return prompts, responses
+
+
+def rollout_records(
+    iteration: int,
+    prompt_names: list[str],
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    finished: torch.Tensor,  # (B,) bool
+    scores: torch.Tensor,  # (B,)
+    center: float,
+    per_token: dict[str, torch.Tensor],  # (B, T) each
+    epochs: list[dict],  # of each update: values, ratio and clip_bites, (B, T) each
+    chat,
+) -> list[dict]:
+    """One record per response, with everything that a reader needs to redo its arithmetic."""
+
+    def row(tensor: torch.Tensor, b: int) -> list:
+        return tensor[b, : len(responses[b])].tolist()
+
+    records = []
+    for b, (prompt, response) in enumerate(zip(prompts, responses)):
+        records.append(
+            {
+                "iteration": iteration,
+                "rollout": f"{iteration:04d}-{b}",
+                "prompt_id": prompt_names[b],
+                "prompt_ids": prompt,
+                "response_ids": response,
+                "tokens": chat.token_texts(response),
+                "text": chat.decode(response),
+                "finish_reason": "eos" if finished[b] else "length",
+                "score": scores[b].item(),
+                "center": center,
+                **{name: row(tensor, b) for name, tensor in per_token.items()},
+                "new_values": [row(epoch["values"], b) for epoch in epochs],
+                "ratios": [row(epoch["ratio"], b) for epoch in epochs],
+                "clip_bites": [row(epoch["clip_bites"], b) for epoch in epochs],
+            }
+        )
+    return records

@@ -132,6 +132,20 @@ def pair_scores(
     return response_scores(reward, batch).chunk(2)
 
 
+@torch.no_grad()
+def score_pairs(
+    reward: Role, pairs: list[tuple], pad_id: int, device, size: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`pair_scores` of any number of (prompt, chosen, rejected) id lists, without gradients: (n,) FP32
+    each. `size` pairs are read at a time."""
+    parts = [
+        pair_scores(reward, *zip(*pairs[start : start + size]), pad_id, device)
+        for start in range(0, len(pairs), size)
+    ]
+    chosen_scores, rejected_scores = (torch.cat(side) for side in zip(*parts))
+    return chosen_scores, rejected_scores
+
+
 def learned_reward(reward: Role, pad_id: int, device):
     """The trained reward model as a reward function: lists of (prompt ids, response ids) -> (B,) FP32.
 

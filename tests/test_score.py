@@ -25,6 +25,7 @@ from kernel.score import (
     response_logprobs,
     response_scores,
     response_values,
+    score_pairs,
     vocab_logprobs,
 )
 
@@ -444,6 +445,20 @@ def test_pairs_with_a_shared_prompt_score_like_separate_rows(model_dir, new_role
         near(a, b)
     for a, b in zip(gradients(shared), gradients(plain)):
         near(a, b, 1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_any_number_of_pairs_is_scored_in_order_whatever_the_batches(model_dir, new_role, size):
+    role, rng = new_role(model_dir, "reward", head="normal", trained=True), random.Random(size)
+    pairs = [
+        tuple([rng.randrange(3, 97) for _ in range(rng.randint(1, 9))] for _ in range(3))
+        for _ in range(11)
+    ]
+    have = score_pairs(role, pairs, PAD, "cpu", size)
+    want = pair_scores(role, *zip(*pairs), PAD, "cpu")
+    for a, b in zip(have, want):
+        assert a.shape == (11,) and not a.requires_grad
+        near(a, b, 2e-5)
 
 
 def test_in_a_shared_row_neither_answer_sees_the_other(model_dir, new_role):

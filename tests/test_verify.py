@@ -196,10 +196,26 @@ def other_effect(run):
 
 def better_judge(run):
     def edit(rows):
-        row = next(row for row in rows if row["chosen_score"] < row["rejected_score"])
+        wrong = [row for row in rows if row["chosen_score"] < row["rejected_score"]]
+        row = next(row for row in wrong if row["split"] != "heldout")
         row["chosen_score"] += 20
 
     forge_rows(run, "outputs/60_probe/pairs.jsonl", edit)
+
+
+def other_heldout_score(run):
+    def edit(rows):
+        next(row for row in rows if row["split"] == "heldout")["chosen_score"] += 0.001
+
+    forge_rows(run, "outputs/60_probe/pairs.jsonl", edit)
+
+
+def one_more_right(run):
+    def edit(rows):
+        row = next(row for row in rows if row["chosen_score"] < row["rejected_score"])
+        row["chosen_score"] += 20
+
+    forge_rows(run, "outputs/50_evaluate/pairs.jsonl", edit)
 
 
 def kinder_sample(run):
@@ -237,9 +253,11 @@ FORGERIES = [
     (kinder_verdict, "verdict"),
     (better_score, "results.json"),
     (other_interval, "results.json"),
+    (one_more_right, "results.json"),
     (other_table, "table.md"),
     (other_effect, "figures.json factorial.inversions[0].count"),
     (better_judge, "figures.json card."),
+    (other_heldout_score, "chosen_score"),
     (kinder_sample, "best_of_n.jsonl"),
     (other_proof, "proof.json"),
 ]
