@@ -69,7 +69,8 @@ def card(margins, chosen=None, rejected=None) -> dict:
     """The report card of a judge on some pairs: margins (B,), their two scores (B,) where there are any.
 
     log_loss = mean(-log sigmoid(m)), the Bradley-Terry loss; brier = mean((1 - sigmoid(m))^2). Both
-    are those of the outcome "chosen is preferred"; 0.693 and 0.25 say nothing was known.
+    are those of the outcome "chosen is preferred"; 0.693 and 0.25 say nothing was known. Without scores
+    the margins are in units of their own (a temperature, a baseline), and their mean is not given.
     """
     m = numpy.asarray(margins, dtype=numpy.float64)
     right, ties = int((m > 0).sum()), int((m == 0).sum())
@@ -87,7 +88,7 @@ def card(margins, chosen=None, rejected=None) -> dict:
         "accuracy_interval": wilson(right, len(m)),
         "mean_chosen": mean(chosen),
         "mean_rejected": mean(rejected),
-        "mean_margin": mean(m),
+        "mean_margin": mean(m) if chosen is not None else None,
         "log_loss": mean(-log_sigmoid(m)),
         "brier": mean(numpy.exp(2 * log_sigmoid(-m))),
         "ece": calibration_error(parts),

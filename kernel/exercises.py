@@ -141,7 +141,11 @@ def calibration(lab: Lab, settings: dict) -> Result:
         "test pairs": card(margins["heldout"], *scored["heldout"]),
         "test, calibrated": card([m / temperature["value"] for m in margins["heldout"]]),
     }
-    for name, feature in (("length", len), ("courtesy", count_courtesy)):
+
+    def tokens(text: str) -> int:
+        return len(lab.chat.response_ids(text))
+
+    for name, feature in (("length", tokens), ("courtesy", count_courtesy)):
         cards[f"test, {name} only"] = baseline(
             differences("train", feature), differences("heldout", feature)
         )
