@@ -8,6 +8,7 @@ In:   outputs/40_generate/generations.jsonl    520 greedy answers
 Out:  outputs/50_evaluate/results.json         every figure, with intervals and the verdict
       outputs/50_evaluate/table.md             the table and the verdict to read
       outputs/50_evaluate/answers.jsonl        per answer: rubric verdict and learned score
+      outputs/50_evaluate/pairs.jsonl          per test pair: the judge's two scores
 
     difference = mean over the 200 distinct contexts of (PPO - SFT), with a paired bootstrap interval
 
@@ -21,7 +22,7 @@ from kernel import run
 from kernel.chat import Chat
 from kernel.data import load_rubric, read_jsonl, write_atomic, write_json, write_jsonl
 from kernel.model import load_adapter, make_role
-from kernel.report import answer_figures, evaluation, pair_figures, results_table, show
+from kernel.report import answer_figures, evaluation, pair_figures, show, table_lines
 from kernel.score import learned_reward, score_pairs
 from kernel.stage import Stage
 
@@ -83,26 +84,8 @@ if accuracy["all"]["accuracy"] < 0.4:
 
 # ---- summary ------------------------------------------------------------------------------------
 
-lines = results_table(figures["results"])
-lines += [
-    "",
-    f"{len(answers)} answers are not {len(answers)} independent situations: each policy met "
-    f"{differences['score']['pairs']} distinct prompts.",
-    "",
-]
-for name, d in differences.items():
-    if d is None:
-        lines.append(f"- {name}: nothing known")
-        continue
-    lines.append(
-        f"- {name}, PPO - SFT over {d['pairs']} distinct prompts: "
-        f"{d['mean']:+.3f} (95 % interval {d['low']:+.3f} to {d['high']:+.3f})"
-    )
-a = accuracy["all"]
-lines.append(f"- judge on the held-out pairs: {a['right']} of {a['pairs']} right, {a['ties']} ties")
-lines += ["", f"Verdict: {verdict['label']}. {verdict['sentence']}"]
-for line in lines:
-    print(line)
+lines = table_lines(figures, accuracy, len(answers))
+print("\n".join(lines))
 results_path = stage.outputs / "results.json"
 write_json(results_path, {**figures, "reward_accuracy": accuracy})
 table_path = stage.outputs / "table.md"

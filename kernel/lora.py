@@ -79,6 +79,11 @@ class LoRALinear(nn.Module):
         return (self.base(x).float() + self.scale * branch).to(x.dtype)
 
 
+def packs_bfloat16() -> bool:
+    """Whether this build of torch and this processor have oneDNN's bfloat16 products."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 class Prepacked:
     """A frozen projection for few rows, (N, in) -> (N, out): `F.linear`, its twin, only sooner.
 
@@ -90,9 +95,8 @@ class Prepacked:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         self.weight, self.bias, self.packed = weight, bias, None
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-            if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-                self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packs_bfloat16():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:

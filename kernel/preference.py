@@ -24,10 +24,10 @@ def bradley_terry_loss(chosen_scores: torch.Tensor, rejected_scores: torch.Tenso
     return -F.logsigmoid(chosen_scores - rejected_scores).mean()
 
 
-def pair_accuracy(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> dict:
-    """Counts of right, tied and wrong pairs; a tie is not a success. (B,), (B,) -> dict.
+def pair_accuracy(chosen_scores, rejected_scores) -> dict:
+    """Counts of right, tied and wrong pairs; a tie is not a success.
 
-    Tensors or NumPy arrays.
+    chosen_scores, rejected_scores: (B,) each, tensors or NumPy arrays.
     """
     margin = chosen_scores - rejected_scores
     right, ties = int((margin > 0).sum()), int((margin == 0).sum())

@@ -7,6 +7,7 @@ that fails. Nothing is left behind: no gradient, no random number drawn, no tens
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -93,7 +94,7 @@ def value_positions(critic: Role, answer: tuple, pad_id: int, device) -> None:
     width = critic.head.in_features
     head = skip_init(torch.nn.Linear, width, 1, bias=False, device=device)  # draws no random number
     head.weight.copy_(torch.tensor([1.0, -1.0]).repeat(width)[:width])
-    probe = Role(critic.name, critic.lm, head)
+    probe = SimpleNamespace(transformer=critic.transformer, head=head)  # what reading values needs
     prompt, response = answer
     k = len(response) // 2
     other = list(response)

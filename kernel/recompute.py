@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from kernel import ledger, ppo, probe, probe_tables, report, state
 from kernel.chat import Chat
 from kernel.courtesy import count_courtesy
-from kernel.data import Draws, load_rubric, read_json, read_jsonl
+from kernel.data import Draws, load_rubric, read_json, read_jsonl, spread
 from kernel.optim import learning_rate
 from kernel.run import REPOSITORY
 
@@ -211,10 +211,11 @@ def evaluation(run: Run) -> str:
     pairs = run.rows("outputs/50_evaluate/pairs.jsonl")
     wanted = [row["id"] for row in run.rows("data/heldout/pairs.jsonl")]
     equal("50_evaluate pairs.jsonl ids", [row["id"] for row in pairs], wanted)
-    equal("50_evaluate results.json", stored["reward_accuracy"], report.pair_figures(pairs))
-    table = (run.dir / "outputs/50_evaluate/table.md").read_text(encoding="utf-8").splitlines()
-    lines = report.results_table(figures["results"])
-    equal("50_evaluate table.md", table[: len(lines)], lines)
+    accuracy = report.pair_figures(pairs)
+    equal("50_evaluate results.json reward_accuracy", stored["reward_accuracy"], accuracy)
+    table = (run.dir / "outputs/50_evaluate/table.md").read_text(encoding="utf-8")
+    lines = report.table_lines(figures, accuracy, len(answers))
+    equal("50_evaluate table.md", table.splitlines(), lines)
     return f"{len(answers)} verdicts, {len(pairs)} pairs, the table, the intervals, the verdict"
 
 
@@ -265,6 +266,13 @@ def probe_rows(run: Run, candidates, pairs, doses, samples, asked: dict[str, dic
         for row in run.rows(f"data/{split}/pairs.jsonl")
     }
     measured = {row["id"]: row for row in run.rows("outputs/50_evaluate/pairs.jsonl")}
+    count = run.record("60_probe")["identity"]["probe"]["card_pairs"]
+    wanted = [
+        (split, row["id"])
+        for split, most in (("train", count), ("validation", count), ("heldout", 10**9))
+        for row in spread(run.rows(f"data/{split}/pairs.jsonl"), most)
+    ]
+    equal("60_probe pairs.jsonl ids", [(row["split"], row["id"]) for row in pairs], wanted)
     for row in pairs:
         for side in ("chosen", "rejected"):
             if row["split"] == "heldout":

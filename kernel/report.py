@@ -1,4 +1,4 @@
-"""Figures over answers: population tables, paired bootstrap, the verdict in plain words."""
+"""Figures over answers and pairs: population tables, paired bootstrap, the verdict in plain words."""
 
 import numpy
 
@@ -231,3 +231,31 @@ def results_table(results: dict) -> list[str]:
                 f"| {r['without_eos']} | {r['distinct_answers']} |"
             )
     return lines
+
+
+def table_lines(figures: dict, accuracy: dict, answers: int) -> list[str]:
+    """The table and what stands under it: differences, the judge on the held-out pairs, the verdict.
+
+    figures: of `evaluation`; accuracy: of `pair_figures`; answers: how many of both policies.
+    """
+    differences, verdict, judged = figures["differences"], figures["verdict"], accuracy["all"]
+    lines = results_table(figures["results"])
+    lines += [
+        "",
+        f"{answers} answers are not {answers} independent situations: each policy met "
+        f"{differences['score']['pairs']} distinct prompts.",
+        "",
+    ]
+    for name, d in differences.items():
+        if d is None:
+            lines.append(f"- {name}: nothing known")
+            continue
+        lines.append(
+            f"- {name}, PPO - SFT over {d['pairs']} distinct prompts: "
+            f"{d['mean']:+.3f} (95 % interval {d['low']:+.3f} to {d['high']:+.3f})"
+        )
+    lines.append(
+        f"- judge on the held-out pairs: {judged['right']} of {judged['pairs']} right, "
+        f"{judged['ties']} ties"
+    )
+    return [*lines, "", f"Verdict: {verdict['label']}. {verdict['sentence']}"]

@@ -147,8 +147,11 @@ def other_code(run: Run) -> str:
     """What need not hold: code and library versions of the run that are not today's, by name."""
     changed = set()
     for path in (run.dir / "outputs").glob("**/record.json"):
-        identity = read_json(path)["identity"]
-        then = {key: identity[key] for key in ("code", "versions")}
+        try:
+            identity = read_json(path)["identity"]
+            then = {key: identity[key] for key in ("code", "versions")}
+        except (ValueError, KeyError, TypeError):
+            continue  # the walk will name it
         sources = {
             name: REPOSITORY / (name if name.endswith(".py") else name.replace(".", "/") + ".py")
             for name in then["code"]
@@ -171,9 +174,9 @@ def main() -> None:
     if os.access(folder / ".lock", os.W_OK):  # somebody working in it would look like a fault
         lock_folder(folder)
     print(f"verify: {folder}")
-    missing = verify(Run(folder))
     if changed := other_code(Run(folder)):
         print(f"  note: this is not the code (or library versions) that made it: {changed}")
+    missing = verify(Run(folder))
     for name in missing:
         print(f"  not finished: {name}")
     print("verify: everything that is there holds" if missing else "verify: the whole run holds")

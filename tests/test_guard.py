@@ -36,6 +36,7 @@ FILES = [
     "outputs/30_ppo/continuous/rollouts.jsonl",
     ANSWER,
     "outputs/50_evaluate/answers.jsonl",
+    "outputs/50_evaluate/pairs.jsonl",
     *HELDOUT,
 ]
 

@@ -6,6 +6,7 @@ only the arithmetic, or the next stage in line, can tell.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -187,6 +188,19 @@ def other_table(run):
     update_record(run, "outputs/50_evaluate/table.md")
 
 
+def better_judge_in_the_table(run):
+    path = run / "outputs/50_evaluate/table.md"
+    path.write_text(re.sub(r"\d+ of 180 right", "180 of 180 right", path.read_text()))
+    update_record(run, "outputs/50_evaluate/table.md")
+
+
+def left_out_pair(run):
+    def edit(rows):
+        rows.remove(next(row for row in rows if row["chosen_score"] < row["rejected_score"]))
+
+    forge_rows(run, "outputs/60_probe/pairs.jsonl", edit)
+
+
 def other_effect(run):
     def edit(value):
         value["factorial"]["inversions"][0]["count"] += 1
@@ -255,6 +269,8 @@ FORGERIES = [
     (other_interval, "results.json"),
     (one_more_right, "results.json"),
     (other_table, "table.md"),
+    (better_judge_in_the_table, "table.md"),
+    (left_out_pair, "60_probe pairs.jsonl ids"),
     (other_effect, "figures.json factorial.inversions[0].count"),
     (better_judge, "figures.json card."),
     (other_heldout_score, "chosen_score"),
