@@ -17,12 +17,12 @@ bash run_all.sh test [pytest arguments]           set up and run the tests
 
   profile   base model                        time       memory     disk
   tiny      made here, 0.8 M parameters       2 min      1.2 GiB    0.1 GB
-  smollm2   SmolLM2-135M-Instruct (default)   24 min     6.2 GiB    1.1 GB
+  smollm2   SmolLM2-135M-Instruct (default)   26 min     6.7 GiB    1.1 GB
   qwen      Qwen2.5-0.5B-Instruct             not measured as a whole (see the README)
   test                                        14 min     4 GiB      0.4 GB
 
   Times are for two CPU cores, smollm2's with set-up and download, tiny's without making its model once; memory is the sum of the two processes that run side
-  by side; disk is models/ and runs/ without the virtual environment (1.2 GB with a CPU build of torch).
+  by side; disk is models/ and runs/ without the virtual environment (1.3 GB with a CPU build of torch).
 
 options
   --run-dir DIR     run folder (default: runs/<profile>)
