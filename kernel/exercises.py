@@ -255,7 +255,7 @@ def two_rewards(lab: Lab, settings: dict) -> Result:
         ]
 
     # before its first update every run samples from the SFT policy
-    rows = [row("SFT (first samples)", "mix", arms[MIX][:1])]
+    rows = [row("SFT (iteration 1)", "mix", arms[MIX][:1])]
     for reward, name in names.items():
         rows.append(row(reward, name, arms[reward][-max(len(arms[reward]) // TENTHS, 1) :]))
     sft, helpful, concise, mix = rows
