@@ -96,7 +96,7 @@ def test_mixed_scores_are_the_weighted_sum_of_the_two_judges(lab):
     two = lab[0] / "exercises/two-rewards/outputs/30_ppo/mix/continuous/rollouts.jsonl"
     scores = [row["score"] for row in read_jsonl(two)]
     assert sum(scores) / len(scores) == pytest.approx(0.7 * mix[1] + 0.3 * mix[2], abs=1e-4)
-    start = rows["SFT (first samples)"]  # one iteration only: the mix's samples are SFT's
+    start = rows["SFT (iteration 1)"]  # one iteration only: the mix's samples are SFT's
     assert start[1:] == mix[1:]
 
 
