@@ -302,7 +302,11 @@ def kl_sweep(lab: Lab, settings: dict) -> Result:
     frontier = sorted((row[3], row[2]) for row in rows if row[-1] == "yes")
     points = {row[0]: ([row[3]], [row[2]]) for row in rows}
     points["frontier"] = tuple(zip(*frontier))
-    apart = rows[0][3] > rows[1][3] > rows[2][3]
+    odd = [
+        name
+        for name, column in (("KL", 3), ("score", 2))
+        if not rows[0][column] > rows[1][column] > rows[2][column]
+    ]
     return Result(
         ["kl_coef", "score, first", "score, last", "KL, last", "KL, maximum", "rubric, first",
          "rubric, last", "on the frontier"],
@@ -314,7 +318,7 @@ def kl_sweep(lab: Lab, settings: dict) -> Result:
         "holds it near SFT. The rubric says which of these gains are worth having.",
         "score at the end " + ", ".join(f"{row[2]:+.2f} ({row[0]})" for row in rows)
         + "; KL " + ", ".join(f"{row[3]:.3f}" for row in rows)
-        + ("" if apart else "; the three do not differ in the expected order"),
+        + "".join(f"; the three do not differ in {name} in the expected order" for name in odd),
     )  # fmt: skip
 
 
