@@ -17,7 +17,7 @@ bash run_all.sh test [pytest arguments]           set up and run the tests
 
   profile   base model                        time       memory     disk
   tiny      made here, 0.8 M parameters       2 min      1.2 GiB    0.1 GB
-  smollm2   SmolLM2-135M-Instruct (default)   26 min     6.7 GiB    1.1 GB
+  smollm2   SmolLM2-135M-Instruct (default)   26 min     6.4 GiB    1.1 GB
   qwen      Qwen2.5-0.5B-Instruct             not measured as a whole (see the README)
   test                                        14 min     4 GiB      0.4 GB
 
