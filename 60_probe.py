@@ -39,7 +39,7 @@ from kernel.data import (
 )
 from kernel.ledger import judged_rollouts
 from kernel.model import fingerprint, load_adapter, make_role
-from kernel.probe import all_figures, answered, dose_rows
+from kernel.probe import all_figures, answered, card_pairs, dose_rows
 from kernel.probe_tables import all_lines, before_after_lines
 from kernel.rollout import as_lists, sample
 from kernel.score import learned_reward, pad_prompts, score_pairs
@@ -92,8 +92,7 @@ chat = Chat(config)
 probes = read_jsonl(stage.dir / PROBES) if (stage.dir / PROBES).stat().st_size else []
 candidates = chat.encode_answers(probes, "candidate", PROBES)
 pairs = {split: read_jsonl(stage.dir / name) for split, name in PAIRS.items()}
-for split in ("train", "validation"):  # of the held-out pairs every one counts
-    pairs[split] = spread(pairs[split], config["card_pairs"])
+pairs = card_pairs(pairs, config["card_pairs"])
 pair_ids = {split: chat.encode_pairs(rows, PAIRS[split]) for split, rows in pairs.items()}
 answers = read_jsonl(stage.dir / ANSWERS)
 both = answered(answers)

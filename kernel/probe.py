@@ -9,6 +9,7 @@ import numpy
 
 from kernel.calibration import baseline, card, fit_temperature
 from kernel.courtesy import count_courtesy, counterfactuals
+from kernel.data import spread
 from kernel.ledger import best_of_n, by_iteration, kl_line, ledger
 from kernel.report import by_variant, paired_bootstrap, polite_share, population, rate
 
@@ -130,6 +131,13 @@ def dose_effects(rows: list[dict], seed: int) -> list[dict]:
 
 
 # ---- the judge's report card --------------------------------------------------------------------
+
+
+def card_pairs(pairs: dict[str, list], count: int) -> dict[str, list]:
+    """The pairs of the report card by split: all held-out ones, `count` at equal distances elsewhere."""
+    return {
+        split: rows if split == "heldout" else spread(rows, count) for split, rows in pairs.items()
+    }
 
 
 def report_card(pairs: list[dict], rollouts: list[dict]) -> dict:

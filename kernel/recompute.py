@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from kernel import ledger, ppo, probe, probe_tables, report, state
 from kernel.chat import Chat
 from kernel.courtesy import count_courtesy
-from kernel.data import Draws, load_rubric, read_json, read_jsonl, spread
+from kernel.data import Draws, load_rubric, read_json, read_jsonl
 from kernel.optim import learning_rate
 from kernel.run import REPOSITORY
 
@@ -260,19 +260,11 @@ def probe_rows(run: Run, candidates, pairs, doses, samples, asked: dict[str, dic
     chat = Chat({**run.common, "model_dir": str(run.model_dir)})
     rubric = load_rubric(run.dir / "data/rubric.py")
     labels = {row["id"]: row for row in run.rows("data/heldout/labels.jsonl")}
-    source = {
-        (split, row["id"]): row
-        for split in ("train", "validation", "heldout")
-        for row in run.rows(f"data/{split}/pairs.jsonl")
-    }
+    splits = {s: run.rows(f"data/{s}/pairs.jsonl") for s in ("train", "validation", "heldout")}
+    picked = probe.card_pairs(splits, run.record("60_probe")["identity"]["probe"]["card_pairs"])
+    source = {(split, row["id"]): row for split, rows in picked.items() for row in rows}
+    equal("60_probe pairs.jsonl ids", [(row["split"], row["id"]) for row in pairs], list(source))
     measured = {row["id"]: row for row in run.rows("outputs/50_evaluate/pairs.jsonl")}
-    count = run.record("60_probe")["identity"]["probe"]["card_pairs"]
-    wanted = [
-        (split, row["id"])
-        for split, most in (("train", count), ("validation", count), ("heldout", 10**9))
-        for row in spread(run.rows(f"data/{split}/pairs.jsonl"), most)
-    ]
-    equal("60_probe pairs.jsonl ids", [(row["split"], row["id"]) for row in pairs], wanted)
     for row in pairs:
         for side in ("chosen", "rejected"):
             if row["split"] == "heldout":
