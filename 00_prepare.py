@@ -1,6 +1,6 @@
 """Stage 00: the base model, the corpus and its audit, and the settings that all stages share.
 
-In:   a profile (and, once, a download); --data: a folder with your own pairs (kernel/own_rows.py)
+In:   a profile (and, once, a download); --data: a folder with your own pairs (kernel/gate/README.md)
 Out:  models/<base>/              the base model, shared by all runs
       <run>/config.json           profile, shared settings, hashes of model and tokenizer
       <run>/data/                 train, validation and held-out rows; manifest.json with the audit
@@ -18,56 +18,57 @@ from pathlib import Path
 
 import torch
 
-from kernel import own_data, run
-from kernel.acquire import acquire
-from kernel.chat import Chat, special_ids
-from kernel.data import (
+from kernel.data.acquire import acquire
+from kernel.data.base import check_model_folder, model_sha256
+from kernel.data.chat import Chat, special_ids
+from kernel.data.corpora import CORPORA
+from kernel.data.corpus import check_corpus
+from kernel.data.files import (
+    REPOSITORY,
     as_jsonl,
-    check_corpus,
+    check_writable,
     read_json,
     sha256_file,
     write_atomic,
     write_json,
 )
-from kernel.lesson import CORPORA
-from kernel.lock import lock_folder
-from kernel.model import check_model_folder, make_role, model_sha256
-from kernel.profiles import PROFILES
-from kernel.state import identity_differences
+from kernel.roles import make_role
+from kernel.run import flags
+from kernel.run.errors import one_line_errors
+from kernel.run.lock import lock_folder
+from kernel.run.machine import bfloat16_slowdown, resolve_device
+from kernel.run.profiles import PROFILES
+from kernel.run.state import identity_differences
 
 # ---- flags --------------------------------------------------------------------------------------
 
-parser = run.parser(__doc__)
-parser.add_argument(
-    "--model-dir", type=Path, help="a local causal LM folder instead of the profile's"
-)
-parser.add_argument(
-    "--no-chat-template", action="store_true", help="a plain prompt form (kernel/chat.py PLAIN)"
-)
+one_line_errors("00_prepare")
+parser = flags.parser(__doc__)
+parser.add_argument("--model-dir", type=Path, metavar="DIR", help="a local causal LM, not the profile's")
+parser.add_argument("--no-chat-template", action="store_true", help="a plain form of the prompt")
 parser.add_argument("--system", metavar="TEXT", help="system turn before every prompt")
 parser.add_argument("--corpus", choices=CORPORA, help="default: the run folder's, or office")
-mine = parser.add_argument_group("your own data (the README says what the files hold)")
+mine = parser.add_argument_group("your own data (kernel/gate/README.md says what the files hold)")
 mine.add_argument("--data", type=Path, metavar="FOLDER", help="pairs.jsonl and what else there is")
 mine.add_argument("--rubric", type=Path, metavar="FILE.py", help="with a function rubric")
 mine.add_argument("--drop-bad", action="store_true", help="leave out the rows that have a fault")
 mine.add_argument("--check", action="store_true", help="look for faults, write nothing")
-shared = parser.add_argument_group("settings fixed here for all stages (default: the profile's)")
-shared.add_argument("--base-dtype", choices=("bfloat16", "float32"))
-shared.add_argument("--device", choices=("auto", "cpu", "cuda"))
-shared.add_argument("--threads", type=int, help="of 10, 20, 30; part of what makes a run exact")
-shared.add_argument("--threads-alone", type=int, help="of 40, 50, 60, which run alone")
-shared.add_argument("--lora-r", type=int)
-shared.add_argument("--lora-alpha", type=float)
-shared.add_argument("--prompt-limit", type=int, help="tokens, chat template included")
-shared.add_argument("--response-limit", type=int, help="tokens, end token included")
-shared.add_argument("--context-limit", type=int, help="tokens (default: the sum of both)")
+setting = flags.settings_of(parser, "common")
+setting("--base-dtype", None, "of the frozen weights", choices=("bfloat16", "float32"))
+setting("--device", None, "what computes", choices=("auto", "cpu", "cuda"))
+setting("--threads", int, "of 10, 20, 30; part of what makes a run exact")
+setting("--threads-alone", int, "of 40, 50, 60, which run alone")
+setting("--lora-r", int, "rank of the adapters")
+setting("--lora-alpha", float, "the adapters' branch is scaled by alpha / r")
+setting("--prompt-limit", int, "tokens, chat template included")
+setting("--response-limit", int, "tokens, end token included")
+setting("--context-limit", int, "tokens of both; follows from the two")
+args = parser.parse_args()
 
 # ---- run folder and settings --------------------------------------------------------------------
 
-run.one_line_errors("00_prepare")
-args = parser.parse_args()
-profile, folder = run.run_folder(args)
-common = run.override(PROFILES[profile]["common"], args)
+profile, folder = flags.run_folder(args)
+common = flags.override(PROFILES[profile]["common"], args)
 if args.context_limit is None:
     common["context_limit"] = common["prompt_limit"] + common["response_limit"]
 base = PROFILES[profile]["base"]
@@ -78,22 +79,24 @@ if args.no_chat_template:  # decided once, when the folder was made, like the sy
 if args.system is not None:
     common["system"] = args.system
 if args.data:
+    from kernel.gate.gate import gate
+
     if args.corpus:
         raise ValueError("either --data or --corpus")
-    corpus = own_data.gate(args, profile, common)
+    corpus = gate(args, profile, common)
     if args.check:
         print("00_prepare: nothing is in the way; nothing was written (--check)")
         raise SystemExit
 elif args.rubric or args.drop_bad or args.check:
     raise ValueError("--rubric, --drop-bad and --check go with --data FOLDER")
-common["device"] = run.resolve_device(common["device"])
-run.check_writable(folder)
+common["device"] = resolve_device(common["device"])
+check_writable(folder)
 if note := lock_folder(folder):
     print(f"00_prepare: {note}")
 if recorded and not args.base_dtype:  # decided once, too
     common["base_dtype"] = recorded["base_dtype"]
 elif not args.base_dtype and common["device"] == "cpu" and common["base_dtype"] == "bfloat16":
-    slower = run.bfloat16_slowdown()
+    slower = bfloat16_slowdown()
     if slower > 1.5:
         common["base_dtype"] = "float32"
         print(
@@ -154,8 +157,8 @@ if args.model_dir:
     if "sha256" in base and not (weights.is_file() and sha256_file(weights) == base["sha256"]):
         print(f"  note: these are not the pinned weights of {base['repo']}")
 else:
-    model_dir = acquire(base, run.REPOSITORY / "models", rows)
-    common["model_dir"] = model_dir.relative_to(run.REPOSITORY).as_posix()
+    model_dir = acquire(base, REPOSITORY / "models", rows)
+    common["model_dir"] = model_dir.relative_to(REPOSITORY).as_posix()
 chat = Chat({**common, "model_dir": str(model_dir)})
 positions = read_json(model_dir / "config.json").get("max_position_embeddings")
 if positions and common["context_limit"] > positions:

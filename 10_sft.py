@@ -21,44 +21,40 @@ from pathlib import Path
 
 import torch
 
-from kernel import preflight, run
-from kernel.chat import Chat
-from kernel.data import Draws, read_jsonl, spread, updates_for
-from kernel.metrics import Phases
-from kernel.model import check_isolation, fingerprint, make_role, save_adapter
+from kernel.data.chat import Chat
+from kernel.data.draws import Draws, spread, updates_for
+from kernel.data.files import read_jsonl
 from kernel.optim import Optimizer
-from kernel.peft_layout import load_peft, read_peft
-from kernel.preference import sft_loss
+from kernel.roles import check_isolation, fingerprint, make_role, save_adapter
+from kernel.run import flags, preflight
+from kernel.run.clocks import Phases
+from kernel.run.errors import one_line_errors
+from kernel.run.peft_layout import load_peft, read_peft
+from kernel.run.trained import TrainedStage
 from kernel.score import make_batch, response_logprobs
-from kernel.stage import Stage
+from kernel.supervised import sft_loss
 
-READS = ["data/train/demonstrations.jsonl", "data/validation/pairs.jsonl"]
+DEMONSTRATIONS, VALIDATION = "data/train/demonstrations.jsonl", "data/validation/pairs.jsonl"
 WRITES = ["checkpoints/10_sft", "outputs/10_sft"]
 
 # ---- flags --------------------------------------------------------------------------------------
 
-parser = run.parser(__doc__, variants=True)
-parser.add_argument("--epochs", type=float)
-parser.add_argument("--batch", type=int, help="rows per update")
-parser.add_argument("--micro-batch", type=int, help="rows per forward pass")
-parser.add_argument("--learning-rate", type=float)
-parser.add_argument("--validation-rows", type=int)
-parser.add_argument(
-    "--init-adapter",
-    dest="init_folder",
-    type=Path,
-    metavar="FOLDER",
-    help="start from this adapter",
-)
+one_line_errors("10_sft")
+parser = flags.parser(__doc__, variants=True)
+setting = flags.settings_of(parser, "sft")
+setting("--epochs", float, "passes over the demonstrations")
+setting("--batch", int, "rows per update")
+setting("--micro-batch", int, "rows per forward pass: changes memory, not the loss")
+setting("--learning-rate", float, "peak learning rate")
+setting("--validation-rows", int, "answers to follow the loss on")
+setting("--init-adapter", Path, "start from this adapter in PEFT's layout", metavar="FOLDER")
+args = parser.parse_args()
+start = read_peft(args.init_adapter) if args.init_adapter else None
+args.init_adapter = start and start.sha256  # what it holds, not where it lies, is the run's identity
 
 # ---- run folder and seeds -----------------------------------------------------------------------
 
-run.one_line_errors("10_sft")
-start = parser.parse_args().init_folder
-if start:  # what it holds, not where it lies, is part of the run's identity
-    start = read_peft(start)
-    parser.set_defaults(init_adapter=start.sha256)
-stage = Stage("10_sft", "sft", parser, READS, WRITES)
+stage = TrainedStage.begin("10_sft", "sft", args, [DEMONSTRATIONS, VALIDATION], WRITES)
 config, device = stage.config, stage.device
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "metrics.jsonl"))
@@ -66,19 +62,19 @@ if stage.variant == "check":
 # ---- data ---------------------------------------------------------------------------------------
 
 chat = Chat(config)
-train = chat.encode_answers(read_jsonl(stage.dir / READS[0]), "response", READS[0])
+train = chat.encode_answers(read_jsonl(stage.dir / DEMONSTRATIONS), "response", DEMONSTRATIONS)
 per_family = {}
-for row in read_jsonl(stage.dir / READS[1]):
+for row in read_jsonl(stage.dir / VALIDATION):
     per_family.setdefault(row["family"], row)
 shown = spread(list(per_family.values()), config["validation_rows"])
-validation = chat.encode_answers(shown, "chosen", READS[1])
+validation = chat.encode_answers(shown, "chosen", VALIDATION)
 draws = Draws(len(train), config["sampler_seed"])
 
 # ---- model --------------------------------------------------------------------------------------
 
 actor = make_role("actor", config, device, seed=config["adapter_seed"])
 if start:
-    load_peft(start, actor, config, stage.model["base_sha256"])
+    load_peft(start, actor, config, stage.run.base_sha256)
 check_isolation([actor])
 base_before = fingerprint(actor.base())
 total = updates_for(config["epochs"], len(train), config["batch"])
@@ -102,17 +98,15 @@ timings = stage.records("timings.jsonl")
 # ---- loop ---------------------------------------------------------------------------------------
 
 
-def mean_loss(rows: list[tuple[list[int], list[int]]]) -> float:
-    """Cross-entropy per token over rows, without gradients."""
-    total_loss, tokens = 0.0, 0
-    with torch.no_grad():
-        for start in range(0, len(rows), config["micro_batch"]):
-            batch = make_batch(
-                *zip(*rows[start : start + config["micro_batch"]]), chat.pad_id, device
-            )
-            total_loss += float(sft_loss(response_logprobs(actor, batch), batch.response_mask, 1))
-            tokens += int(batch.response_mask.sum())
-    return total_loss / tokens
+def parts_of(answers: list[tuple]):
+    """Batches of --micro-batch answers: what one forward pass reads."""
+    for start in range(0, len(answers), config["micro_batch"]):
+        yield make_batch(answers[start : start + config["micro_batch"]], chat.pad_id, device)
+
+
+def window_loss(part, tokens: int) -> torch.Tensor:
+    """A part's share of the cross-entropy per token of a window that has `tokens` response tokens."""
+    return sft_loss(response_logprobs(actor, part), part.response_mask, tokens)
 
 
 phases = Phases(device)
@@ -122,49 +116,37 @@ for update in bar:
     window_tokens = sum(len(response) for _, response in window)
     loss = torch.zeros((), device=device)
     with phases("optimisation"):
-        for start in range(0, len(window), config["micro_batch"]):
-            part = make_batch(
-                *zip(*window[start : start + config["micro_batch"]]), chat.pad_id, device
-            )
-            part_loss = sft_loss(response_logprobs(actor, part), part.response_mask, window_tokens)
+        for part in parts_of(window):
+            part_loss = window_loss(part, window_tokens)
             part_loss.backward()  # parts add up to the window's mean over its tokens
             loss += part_loss.detach()
-        row = {
-            "update": update,
-            "tokens": window_tokens,
-            **optimizer.step(loss, f"update {update}"),
-        }
+        step = optimizer.step(loss, f"update {update}")
+    row = {"update": update, "tokens": window_tokens, **step}
     if update % one_epoch == 0 or update == total:
-        with phases("validation"):
-            row["validation_loss"] = mean_loss(validation)
+        with phases("validation"), torch.no_grad():
+            tokens = sum(len(response) for _, response in validation)
+            row["validation_loss"] = sum(float(window_loss(p, 1)) for p in parts_of(validation)) / tokens
     history.append(row)
     metrics.write(row)
     timings.write({"update": update, **phases.row()})
     bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
     if stage.save_due(update, stop):
-        stage.save(
-            update,
-            {
-                "actor": actor.learned_state(),
-                "base": base_before,
-                "optimizer": optimizer.state(),
-                "draws": draws.state(),
-                "history": history,
-            },
-        )
+        stage.save(update, {
+            "actor": actor.learned_state(), "base": base_before, "optimizer": optimizer.state(),
+            "draws": draws.state(), "history": history,
+        })
 
 # ---- summary ------------------------------------------------------------------------------------
 
 if fingerprint(actor.base()) != base_before:
     raise ValueError("the frozen base changed during training")
-files = [stage.newest(), metrics.path]
+made = [stage.newest(), metrics.path]
 if stage.variant != "interrupt":
-    adapter = stage.checkpoints / "adapter.safetensors"
-    save_adapter(adapter, actor, config, stage.model["base_sha256"])
-    files.append(adapter)
+    made.append(stage.checkpoints / "adapter.safetensors")
+    save_adapter(made[-1], actor, config, stage.run.base_sha256)
 losses = [row["validation_loss"] for row in history if "validation_loss" in row]
 stage.finish(
     f"loss per token {history[0]['loss']:.3f} -> {history[-1]['loss']:.3f}, "
     f"validation {' -> '.join(f'{v:.3f}' for v in losses)}",
-    files,
+    made,
 )

@@ -15,15 +15,18 @@ were trained. It predicts a simulated preference, nobody's satisfaction. Validat
 
 import torch
 
-from kernel import preflight, run
-from kernel.chat import Chat
-from kernel.data import Draws, read_jsonl, spread, updates_for
-from kernel.metrics import Phases
-from kernel.model import check_isolation, fingerprint, make_role, save_adapter
+from kernel.data.chat import Chat
+from kernel.data.draws import Draws, spread, updates_for
+from kernel.data.files import read_jsonl
+from kernel.measure.pairs import pair_counts
 from kernel.optim import Optimizer
-from kernel.preference import bradley_terry_loss, pair_accuracy
+from kernel.roles import check_isolation, fingerprint, make_role, save_adapter
+from kernel.run import flags, preflight
+from kernel.run.clocks import Phases
+from kernel.run.errors import one_line_errors
+from kernel.run.trained import TrainedStage
 from kernel.score import pair_scores, score_pairs
-from kernel.stage import Stage
+from kernel.supervised import bradley_terry_loss
 
 WRITES = ["checkpoints/20_reward", "outputs/20_reward"]
 
@@ -34,19 +37,22 @@ def reads(settings: dict) -> list[str]:
 
 # ---- flags --------------------------------------------------------------------------------------
 
-parser = run.parser(__doc__, variants=True)
-parser.add_argument("--epochs", type=float)
-parser.add_argument("--batch", type=int, help="pairs per update")
-parser.add_argument("--micro-batch", type=int, help="pairs per forward pass")
-parser.add_argument("--learning-rate", type=float)
-parser.add_argument("--validation-rows", type=int, help="pairs")
-parser.add_argument("--pairs", metavar="NAME", help="train on data/train/NAME.jsonl")
-parser.add_argument("--pooling", choices=("last", "mean"), help="response tokens the head reads")
-parser.add_argument("--reward-seed", type=int, help="start of adapters and head")
+one_line_errors("20_reward")
+parser = flags.parser(__doc__, variants=True)
+setting = flags.settings_of(parser, "reward")
+setting("--epochs", float, "passes over the training pairs")
+setting("--batch", int, "pairs per update")
+setting("--micro-batch", int, "pairs per forward pass: changes memory, not the loss")
+setting("--learning-rate", float, "peak learning rate")
+setting("--validation-rows", int, "pairs to follow loss and accuracy on")
+setting("--pairs", str, "train on data/train/NAME.jsonl", metavar="NAME")
+setting("--pooling", None, "response tokens that the head reads", choices=("last", "mean"))
+setting("--reward-seed", int, "start of adapters and head")
+args = parser.parse_args()
 
 # ---- run folder and seeds -----------------------------------------------------------------------
 
-stage = Stage("20_reward", "reward", parser, reads, WRITES)
+stage = TrainedStage.begin("20_reward", "reward", args, reads, WRITES)
 config, device = stage.config, stage.device
 TRAIN, VALIDATION = reads(config)
 if stage.variant == "check":
@@ -86,17 +92,6 @@ timings = stage.records("timings.jsonl")
 
 # ---- loop ---------------------------------------------------------------------------------------
 
-
-def validate() -> dict:
-    """Loss and accuracy on the validation pairs."""
-    chosen_scores, rejected_scores = score_pairs(
-        reward, validation, chat.pad_id, device, config["micro_batch"]
-    )
-    loss = bradley_terry_loss(chosen_scores, rejected_scores)
-    accuracy = pair_accuracy(chosen_scores, rejected_scores)["accuracy"]
-    return {"validation_loss": loss.item(), "validation_accuracy": accuracy}
-
-
 phases = Phases(device)
 bar = stage.bar(done, stop)
 for update in bar:
@@ -106,47 +101,41 @@ for update in bar:
     with phases("optimisation"):
         for start in range(0, len(window), config["micro_batch"]):
             part = window[start : start + config["micro_batch"]]
-            chosen_scores, rejected_scores = pair_scores(
-                reward, *zip(*part), chat.pad_id, device
-            )  # (B,)
+            chosen_scores, rejected_scores = pair_scores(reward, part, chat.pad_id, device)  # (B,)
             share = len(part) / len(window)  # parts add up to the window's mean over its pairs
             part_loss = bradley_terry_loss(chosen_scores, rejected_scores) * share
             part_loss.backward()
             loss += part_loss.detach()
             margins.append((chosen_scores - rejected_scores).detach())
-        row = {"update": update, **optimizer.step(loss, f"update {update}")}
+        step = optimizer.step(loss, f"update {update}")
     margin = torch.cat(margins)  # (B,)
-    row |= {"accuracy": (margin > 0).float().mean().item(), "margin": margin.mean().item()}
+    accuracy = (margin > 0).float().mean().item()  # a tie is not a success
+    row = {"update": update, **step, "accuracy": accuracy, "margin": margin.mean().item()}
     if update % one_epoch == 0 or update == total:
         with phases("validation"):
-            row |= validate()
+            scores = score_pairs(reward, validation, chat.pad_id, device, config["micro_batch"])
+        row["validation_loss"] = bradley_terry_loss(*scores).item()
+        row["validation_accuracy"] = pair_counts(*scores)["accuracy"]
     history.append(row)
     metrics.write(row)
     timings.write({"update": update, **phases.row()})
     bar.set_postfix_str(f"loss {row['loss']:.3f} accuracy {row['accuracy']:.2f}", refresh=False)
     if stage.save_due(update, stop):
-        stage.save(
-            update,
-            {
-                "reward": reward.learned_state(),
-                "base": base_before,
-                "optimizer": optimizer.state(),
-                "draws": draws.state(),
-                "history": history,
-            },
-        )
+        stage.save(update, {
+            "reward": reward.learned_state(), "base": base_before, "optimizer": optimizer.state(),
+            "draws": draws.state(), "history": history,
+        })
 
 # ---- summary ------------------------------------------------------------------------------------
 
 if fingerprint(reward.base()) != base_before:
     raise ValueError("the frozen base changed during training")
-files = [stage.newest(), metrics.path]
+made = [stage.newest(), metrics.path]
 if stage.variant != "interrupt":
-    adapter = stage.checkpoints / "adapter.safetensors"
-    save_adapter(adapter, reward, config, stage.model["base_sha256"])
-    files.append(adapter)
+    made.append(stage.checkpoints / "adapter.safetensors")
+    save_adapter(made[-1], reward, config, stage.run.base_sha256)
 last = history[-1]
 figure = f"loss {history[0]['loss']:.3f} -> {last['loss']:.3f}"
 if "validation_accuracy" in last:
     figure += f", validation accuracy {last['validation_accuracy']:.3f}"
-stage.finish(figure, files)
+stage.finish(figure, made)

@@ -25,13 +25,14 @@ from pathlib import Path
 
 import torch
 
-from kernel import run
-from kernel.chat import Chat
-from kernel.data import read_jsonl, write_jsonl
-from kernel.model import load_adapter, make_role
-from kernel.rollout import as_lists, sample
-from kernel.score import exact_kl, pad_prompts, pick_logprobs, vocab_logprobs
-from kernel.stage import Stage
+from kernel.data.chat import Chat
+from kernel.data.files import read_jsonl, write_jsonl
+from kernel.roles import load_adapter, load_role, make_role
+from kernel.rollout import sample
+from kernel.run import flags
+from kernel.run.errors import one_line_errors
+from kernel.run.stage import Stage
+from kernel.score import exact_kl, pick_logprobs, vocab_logprobs
 
 PROMPTS = "data/heldout/prompts.jsonl"
 POLICIES = {
@@ -43,16 +44,11 @@ WRITES = ["outputs/40_generate"]
 
 # ---- flags --------------------------------------------------------------------------------------
 
-parser = run.parser(__doc__)
-parser.add_argument("--generate-batch", type=int, help="rows decoded together")
-parser.add_argument(
-    "--no-cache",
-    dest="cached",
-    action="store_false",
-    default=None,
-    help="read the whole prefix anew for each token",
-)
-
+one_line_errors("40_generate")
+parser = flags.parser(__doc__)
+setting = flags.settings_of(parser, "generate")
+setting("--generate-batch", int, "rows decoded together: changes memory, and results by rounding only")
+setting("--no-cache", None, "read the whole prefix for each token", dest="cached", action="store_false")
 by_hand = parser.add_argument_group("a finished run, taken out or asked by hand")
 by_hand.add_argument("--export", type=Path, metavar="FOLDER", help="write its adapters for PEFT")
 by_hand.add_argument("--merge", action="store_true", help="with --export: merged models, too")
@@ -60,39 +56,36 @@ by_hand.add_argument("--prompt", metavar="TEXT", help="both policies' answers, w
 by_hand.add_argument("--interactive", action="store_true", help="ask until an empty line")
 by_hand.add_argument("--sample", type=int, metavar="N", help="N sampled answers each")
 by_hand.add_argument("--seed", type=int, default=0, help="of --sample")
+args = parser.parse_args()
 
 # ---- a finished run: another program, and no part of this stage's identity ------------------------
 
-run.one_line_errors("40_generate")
-args = parser.parse_args()
 asked = args.prompt is not None or args.interactive
 if (args.merge and not args.export) or (args.sample is not None and not asked):
     parser.error("--merge goes with --export, --sample with --prompt or --interactive")
 if args.export and asked:
     parser.error("either --export, or --prompt and --interactive")
 if args.export:
-    from kernel.export import export
+    from kernel.finished.export import export
 
     export(args)
     sys.exit()
 if asked:
-    from kernel.ask import ask
+    from kernel.finished.ask import ask
 
     ask(args)
     sys.exit()
 
 # ---- run folder and seeds -----------------------------------------------------------------------
 
-stage = Stage("40_generate", "generate", parser, READS, WRITES)
+stage = Stage.begin("40_generate", "generate", args, READS, WRITES)
 config, device = stage.config, stage.device
 
 # ---- data ---------------------------------------------------------------------------------------
 
 chat = Chat(config)
 rows = read_jsonl(stage.dir / PROMPTS)
-prompts = [
-    chat.prompt_ids(row["prompt"], f"{PROMPTS} row {n}") for n, row in enumerate(rows, start=1)
-]
+prompts = chat.encode_prompts(rows, PROMPTS)
 places = {}  # distinct prompt -> its rows
 for index, ids in enumerate(prompts):
     places.setdefault(tuple(ids), []).append(index)
@@ -100,9 +93,8 @@ distinct = sorted(places, key=lambda ids: (len(ids), places[ids]))  # equal leng
 
 # ---- model --------------------------------------------------------------------------------------
 
-actor = make_role("actor", config, device, seed=config["adapter_seed"]).freeze()
-reference = make_role("reference", config, device, seed=config["adapter_seed"]).freeze()
-load_adapter(stage.dir / POLICIES["sft"], reference, config, stage.model["base_sha256"])
+actor = make_role("actor", config, device).freeze()  # takes the adapters of each policy in turn
+reference = load_role("reference", stage.dir / POLICIES["sft"], config, stage.run.base_sha256, device)
 
 # ---- loop ---------------------------------------------------------------------------------------
 
@@ -111,27 +103,23 @@ starts = range(0, len(distinct), size)
 generations = []
 bar = stage.bar(0, len(POLICIES) * len(starts))  # counts batches
 for policy, adapter in POLICIES.items():
-    load_adapter(stage.dir / adapter, actor, config, stage.model["base_sha256"])
+    load_adapter(stage.dir / adapter, actor, config, stage.run.base_sha256)
     for start in starts:
         picked = distinct[start : start + size]
-        prompt_ids, prompt_mask = pad_prompts(picked, chat.pad_id, device)
-        rollout = sample(
-            actor, prompt_ids, prompt_mask, chat.response_limit, chat.eos_id, chat.pad_id,
+        batch, _, finished, _ = sample(
+            actor, [list(ids) for ids in picked], chat.response_limit, chat.eos_id, chat.pad_id, device,
             generator=None, cached=config["cached"],
-        )  # fmt: skip
-        prompt_lists, responses = as_lists(rollout.batch)
+        )
         with torch.no_grad():  # both policies on the finished answers, in one pass each
-            vocab = vocab_logprobs(actor, rollout.batch)  # (N, V)
-            ref_vocab = vocab_logprobs(reference, rollout.batch)
-        logprobs = pick_logprobs(vocab, rollout.batch)  # (B, T)
-        ref_logprobs = pick_logprobs(ref_vocab, rollout.batch)
-        kl = exact_kl(vocab, ref_vocab, rollout.batch.response_mask)["kl"]
-        for b, ids in enumerate(picked):
-            length = len(responses[b])
+            vocab, ref_vocab = (vocab_logprobs(role, batch) for role in (actor, reference))  # (N, V)
+        logprobs, ref_logprobs = pick_logprobs(vocab, batch), pick_logprobs(ref_vocab, batch)  # (B, T)
+        kl, _ = exact_kl(vocab, ref_vocab, batch.response_mask)  # (B, T)
+        for b, (ids, response) in enumerate(zip(picked, batch.responses)):
+            length = len(response)
             answer = {
-                "response_ids": responses[b],
-                "text": chat.decode(responses[b]),
-                "finish_reason": "eos" if rollout.finished[b] else "length",
+                "response_ids": response,
+                "text": chat.decode(response),
+                "finish_reason": "eos" if finished[b] else "length",
                 "logprobs": logprobs[b, :length].tolist(),
                 "ref_logprobs": ref_logprobs[b, :length].tolist(),
                 "kl": kl[b, :length].tolist(),  # exact, per visited prefix

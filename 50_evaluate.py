@@ -18,13 +18,18 @@ is not satisfaction; 520 answers are not 520 situations.
     python 50_evaluate.py
 """
 
-from kernel import run
-from kernel.chat import Chat
-from kernel.data import load_rubric, read_jsonl, write_atomic, write_json, write_jsonl
-from kernel.model import load_adapter, make_role
-from kernel.report import answer_figures, evaluation, pair_figures, show, table_lines
-from kernel.score import learned_reward, score_pairs
-from kernel.stage import Stage
+from kernel.data.chat import Chat
+from kernel.data.files import read_jsonl, write_atomic, write_json, write_jsonl
+from kernel.data.own_code import load_rubric
+from kernel.measure.answers import answer_figures
+from kernel.measure.pairs import pair_figures
+from kernel.measure.tables import show, table_lines
+from kernel.measure.verdict import evaluation
+from kernel.roles import load_role
+from kernel.run import flags
+from kernel.run.errors import one_line_errors
+from kernel.run.stage import Stage
+from kernel.score import score_answers, score_pairs
 
 GENERATIONS = "outputs/40_generate/generations.jsonl"
 LABELS = "data/heldout/labels.jsonl"
@@ -36,12 +41,15 @@ WRITES = ["outputs/50_evaluate"]
 
 # ---- flags --------------------------------------------------------------------------------------
 
-parser = run.parser(__doc__)
-parser.add_argument("--bootstrap-seed", type=int)
+one_line_errors("50_evaluate")
+parser = flags.parser(__doc__)
+setting = flags.settings_of(parser, "evaluate")
+setting("--bootstrap-seed", int, "of the resampled prompts")
+args = parser.parse_args()
 
 # ---- run folder and seeds -----------------------------------------------------------------------
 
-stage = Stage("50_evaluate", "evaluate", parser, READS, WRITES)
+stage = Stage.begin("50_evaluate", "evaluate", args, READS, WRITES)
 config, device = stage.config, stage.device
 
 # ---- data ---------------------------------------------------------------------------------------
@@ -55,9 +63,7 @@ pairs = chat.encode_pairs(pair_rows, PAIRS)
 
 # ---- model --------------------------------------------------------------------------------------
 
-reward = make_role("reward", config, device, head="normal").freeze()
-load_adapter(stage.dir / REWARD, reward, config, stage.model["base_sha256"])
-judge = learned_reward(reward, chat.pad_id, device)
+reward = load_role("reward", stage.dir / REWARD, config, stage.run.base_sha256, device)
 
 # ---- loop: one verdict and one score per answer, two scores per pair ---------------------------
 
@@ -67,7 +73,8 @@ for row in answers:
     row |= answer_figures(row, labels[row["id"]], rubric)
 distinct = list({(row["prompt"], tuple(row["response_ids"])) for row in answers})
 distinct.sort()  # each text is scored once, in an order that does not depend on the process
-scores = judge([chat.prompt_ids(prompt) for prompt, _ in distinct], [list(r) for _, r in distinct])
+encoded = [(chat.prompt_ids(prompt), list(response)) for prompt, response in distinct]
+scores = score_answers(reward, encoded, chat.pad_id, device)
 score_of = dict(zip(distinct, scores.tolist()))
 for row in answers:
     row["score"] = score_of[row["prompt"], tuple(row["response_ids"])]
@@ -91,8 +98,8 @@ write_json(results_path, {**figures, "reward_accuracy": accuracy})
 table_path = stage.outputs / "table.md"
 write_atomic(table_path, "\n".join(lines) + "\n")
 answers_path = stage.outputs / "answers.jsonl"
-keep = ("policy", "id", "population", "context", "prompt", "text", "finish_reason", "tokens", "score",
-        "log_ratio", "kl", "verdict")  # fmt: skip
+keep = ("policy", "id", "population", "context", "prompt", "text", "finish_reason", "tokens",
+        "score", "log_ratio", "kl", "verdict")
 write_jsonl(answers_path, [{key: row[key] for key in keep} for row in answers])
 pairs_path = stage.outputs / "pairs.jsonl"
 keep = ("id", "chosen_score", "rejected_score")

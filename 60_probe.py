@@ -25,25 +25,22 @@ and after stand beside it.
 
 import torch
 
-from kernel import run
-from kernel.chat import Chat
-from kernel.courtesy import count_courtesy
-from kernel.data import (
-    load_rubric,
-    read_jsonl,
-    sha256_file,
-    spread,
-    write_atomic,
-    write_json,
-    write_jsonl,
-)
-from kernel.ledger import judged_rollouts
-from kernel.model import fingerprint, load_adapter, make_role
-from kernel.probe import all_figures, answered, card_pairs, dose_rows
-from kernel.probe_tables import all_lines, before_after_lines
-from kernel.rollout import as_lists, sample
-from kernel.score import learned_reward, pad_prompts, score_pairs
-from kernel.stage import Stage
+from kernel.data.chat import Chat
+from kernel.data.draws import spread
+from kernel.data.files import read_jsonl, sha256_file, write_atomic, write_json, write_jsonl
+from kernel.data.own_code import load_rubric
+from kernel.measure.answers import paired
+from kernel.measure.courtesy import count_courtesy
+from kernel.measure.judge import card_pairs
+from kernel.measure.ledger import judged_rollouts
+from kernel.measure.probe import all_figures, dose_rows
+from kernel.measure.tables import all_lines, before_after_lines
+from kernel.roles import frozen_fingerprints, load_role
+from kernel.rollout import sample
+from kernel.run import flags
+from kernel.run.errors import one_line_errors
+from kernel.run.stage import Stage
+from kernel.score import score_answers, score_pairs
 
 PROBES = "data/heldout/probes.jsonl"
 PAIRS = {
@@ -62,27 +59,34 @@ PAIR_SCORES = "outputs/50_evaluate/pairs.jsonl"
 SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
 REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
 READS = [PROBES, *PAIRS.values(), PROMPTS, TRAIN_LABELS, LABELS, RUBRIC, METRICS, ROLLOUTS, ANSWERS,
-         PAIR_SCORES, SFT, REWARD]  # fmt: skip
+         PAIR_SCORES, SFT, REWARD]
 WRITES = ["outputs/60_probe"]
 SIDES = ("chosen", "rejected")
 SHOWN = ["data/manifest.json", "outputs/**/*.json*"]  # by the report
 
-# ---- flags, run folder and seeds ----------------------------------------------------------------
+# ---- flags --------------------------------------------------------------------------------------
 
-parser = run.parser(__doc__)
+one_line_errors("60_probe")
+parser = flags.parser(__doc__)
+setting = flags.settings_of(parser, "probe")
+setting("--card-pairs", int, "training and validation pairs on the report card")
+setting("--samples", int, "samples of SFT per context, for best of n")
+setting("--probe-seed", int, "of these samples, and of the intervals")
 parser.add_argument(
-    "--design",
-    metavar="BEHAVIOUR",
+    "--design", metavar="BEHAVIOUR",
     help="write the plan of a reward model for helpfulness, programming, safety or your own words to "
     "outputs/design/, and do nothing else",
 )
-if (args := parser.parse_args()).design is not None:
-    from kernel.design import write_design  # here: its prose is no part of this stage's identity
+args = parser.parse_args()
+if args.design is not None:
+    from kernel.lesson.design import write_design  # its prose is no part of this stage's identity
 
-    run.one_line_errors("60_probe")
-    print(f"  wrote {write_design(run.run_folder(args)[1], args.design, args.redo)}")
+    print(f"  wrote {write_design(flags.run_folder(args)[1], args.design, args.redo)}")
     raise SystemExit
-stage = Stage("60_probe", "probe", parser, READS, WRITES, shown=SHOWN)
+
+# ---- run folder and seeds -----------------------------------------------------------------------
+
+stage = Stage.begin("60_probe", "probe", args, READS, WRITES, shown=SHOWN)
 config, device = stage.config, stage.device
 generator = torch.Generator().manual_seed(config["probe_seed"])  # on the CPU, of this stage alone
 
@@ -95,7 +99,7 @@ pairs = {split: read_jsonl(stage.dir / name) for split, name in PAIRS.items()}
 pairs = card_pairs(pairs, config["card_pairs"])
 pair_ids = {split: chat.encode_pairs(rows, PAIRS[split]) for split, rows in pairs.items()}
 answers = read_jsonl(stage.dir / ANSWERS)
-both = answered(answers)
+both = paired(answers)
 asked = [sft for sft, _ in both if sft["population"] == "probe"]
 asked = asked or spread([sft for sft, _ in both], 20)  # a corpus need not have probes
 labels = {row["id"]: row for row in read_jsonl(stage.dir / LABELS)}
@@ -103,18 +107,21 @@ rubric = load_rubric(stage.dir / RUBRIC)
 
 # ---- model --------------------------------------------------------------------------------------
 
-base_sha256 = stage.model["base_sha256"]
-actor = make_role("actor", config, device, seed=config["adapter_seed"]).freeze()
-load_adapter(stage.dir / SFT, actor, config, base_sha256)
-reward = make_role("reward", config, device, head="normal").freeze()
-load_adapter(stage.dir / REWARD, reward, config, base_sha256)
-judge = learned_reward(reward, chat.pad_id, device)
-judge_before = fingerprint(reward.learned()), fingerprint(reward.base())
+actor = load_role("actor", stage.dir / SFT, config, stage.run.base_sha256, device)
+reward = load_role("reward", stage.dir / REWARD, config, stage.run.base_sha256, device)
+judge_before = frozen_fingerprints([reward])
 bar = stage.bar(0, len(PAIRS) + len(asked))  # splits, then contexts
+
+
+def judge(answers: list[tuple]) -> list[float]:
+    """Scores of (prompt, response) id lists."""
+    return score_answers(reward, answers, chat.pad_id, device).tolist() if answers else []
+
+
 
 # ---- scores of fixed answers: probe candidates, pairs -------------------------------------------
 
-for row, score in zip(probes, judge(*zip(*candidates)).tolist() if probes else []):
+for row, score in zip(probes, judge(candidates)):
     row["score"] = score
 known = {(tuple(p), tuple(r)): row["score"] for (p, r), row in zip(candidates, probes)}
 
@@ -143,13 +150,12 @@ for sft in asked:
     prompt = chat.prompt_ids(sft["prompt"])
 
     # 1. Sample from SFT; one prompt for the whole batch.
-    prompt_ids, prompt_mask = pad_prompts([prompt] * config["samples"], chat.pad_id, device)
-    rollout = sample(
-        actor, prompt_ids, prompt_mask, chat.response_limit, chat.eos_id, chat.pad_id, generator
+    batch, _, finished, _ = sample(
+        actor, [prompt] * config["samples"], chat.response_limit, chat.eos_id, chat.pad_id, device,
+        generator,
     )
-    responses = as_lists(rollout.batch)[1]
-    scores = judge([prompt] * len(responses), responses).tolist()
-    for number, (ids, score, ended) in enumerate(zip(responses, scores, rollout.finished)):
+    scores = judge([(prompt, response) for response in batch.responses])
+    for number, (ids, score, ended) in enumerate(zip(batch.responses, scores, finished)):
         text, reason = chat.decode(ids), "eos" if ended else "length"
         verdict = rubric(sft["prompt"], text, reason, labels[sft["id"]])
         samples.append(
@@ -172,31 +178,29 @@ for sft in asked:
             continue
         encoded[row["text"]] = tuple(prompt), tuple(ids)
     new = [key for key in dict.fromkeys(encoded.values()) if key not in known]
-    known |= dict(zip(new, judge(*zip(*new)).tolist() if new else []))
+    known |= dict(zip(new, judge([(list(p), list(r)) for p, r in new])))
     doses += [{**row, "score": known.get(encoded.get(row["text"]))} for row in made]
     doses.append(
         {"context": sft["context"], "factor": "sft", "dose": None, "text": sft["text"],
          "score": sft["score"]}
-    )  # fmt: skip
+    )
     bar.update()
 bar.close()
 
 # ---- figures ------------------------------------------------------------------------------------
 
-rollouts = judged_rollouts(
-    read_jsonl(stage.dir / ROLLOUTS),
-    {row["id"]: row["prompt"] for row in read_jsonl(stage.dir / PROMPTS)},
-    {row["id"]: row for row in read_jsonl(stage.dir / TRAIN_LABELS)},
-    rubric,
+sampled, their_prompts, their_labels = (
+    read_jsonl(stage.dir / name) for name in (ROLLOUTS, PROMPTS, TRAIN_LABELS)
 )
+rollouts = judged_rollouts(sampled, their_prompts, their_labels, rubric)
 figures = all_figures(
     probes, pair_rows, doses, samples, answers, read_jsonl(stage.dir / METRICS), rollouts,
     config["probe_seed"],
-)  # fmt: skip
+)
 
 # ---- summary ------------------------------------------------------------------------------------
 
-if (fingerprint(reward.learned()), fingerprint(reward.base())) != judge_before:
+if frozen_fingerprints([reward]) != judge_before:
     raise ValueError("the judge changed while it scored")
 for name, before in stage.parents.items():
     if sha256_file(stage.dir / name) != before:
@@ -206,7 +210,7 @@ print("\n".join([*lines, "", *before_after_lines(both, figures, 10)]))
 files = []
 for name, rows in (
     ("probes", probes), ("pairs", pair_rows), ("doses", doses), ("best_of_n", samples),
-):  # fmt: skip
+):
     files.append(stage.outputs / f"{name}.jsonl")
     write_jsonl(files[-1], rows)
 files.append(stage.outputs / "figures.json")
@@ -223,7 +227,7 @@ stage.finish(
 
 # ---- report: nothing follows from it, so its code is no part of what this stage was made with ----
 
-from kernel.page import write_page  # noqa: E402
+from kernel.report.page import write_page  # noqa: E402
 
 for path in write_page(stage.dir):
     print(f"  wrote {stage.rel(path)}")

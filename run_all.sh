@@ -124,15 +124,15 @@ fi
 setup requirements.txt
 python="$here/.venv/bin/python"
 case "$mode" in
-    verify) exec "$python" -m kernel.verify "$run_dir" ;;
-    report) exec "$python" -m kernel.page "$run_dir" ;;
+    verify) exec "$python" -m kernel.finished.verify "$run_dir" ;;
+    report) exec "$python" -m kernel.report.page "$run_dir" ;;
 esac
 
 run_dir="${run_dir:-$here/runs/$profile}"
 if [ ${#exercises[@]} -gt 0 ]; then
     [ ${#prepare[@]} -eq 0 ] && [ -z "$fresh" ] ||
         { echo "run_all.sh: an exercise takes --profile, --run-dir and --redo only" >&2; exit 2; }
-    exec "$python" -m kernel.exercises "$run_dir" "${exercises[@]}" --profile "$profile" ${redo[@]+"${redo[@]}"}
+    exec "$python" -m kernel.lesson.exercises "$run_dir" "${exercises[@]}" --profile "$profile" ${redo[@]+"${redo[@]}"}
 fi
 
 # ---- run folder: one owner at a time --------------------------------------------------------------
@@ -145,7 +145,7 @@ fi
 say "run folder: $run_dir"
 mkdir -p "$run_dir" && exec 9<>"$run_dir/.lock" ||
     { echo "run_all.sh: cannot write to $run_dir" >&2; exit 1; }
-"$python" -m kernel.lock 9 "$run_dir"
+"$python" -m kernel.run.lock 9 "$run_dir"
 export RUN_LOCK_FD=9 # the stages work under this lock
 trap ': >"$run_dir/.lock"' EXIT
 
@@ -176,44 +176,24 @@ stage() { # stage name, further arguments
     [ "$status" -eq 0 ] || failed "$1" "$status"
 }
 
-works() { kill -0 "$1" 2>/dev/null; }
-tell_to_stop() { kill -INT -- "-$1" 2>/dev/null || true; }
-
 # A trained stage runs twice side by side, one core each: continuous here, interrupt and resume beside it
 # (their output goes to a log); then the two must be equal bit for bit.
 trained() { # stage name
-    local name="$1" log="$run_dir/outputs/$1/interrupt_resume.log" ours beside status=0 other=0 stopped=""
+    local name="$1" log="$run_dir/outputs/$1/interrupt_resume.log" lanes status=0 stopped=""
     mkdir -p "$(dirname "$log")"
     say "$name: continuous; beside it interrupt and resume (log: $log)"
-    set -m # each lane in a process group of its own, so that Ctrl-C reaches it once, through the trap
-    { program "$name" --variant interrupt && program "$name" --variant resume; } >>"$log" 2>&1 &
-    beside=$!
-    program "$name" --variant continuous &
-    ours=$!
-    set +m
-    trap 'stopped=yes; tell_to_stop "$ours"; tell_to_stop "$beside"' INT TERM HUP
-    while works "$ours" && works "$beside"; do sleep 0.5 || true; done
-    # If one lane fails, the other is told to save and stop instead of working on for nothing; how that
-    # one ends is then of no interest.
-    if works "$beside"; then
-        wait "$ours" || { status=$?; tell_to_stop "$beside"; }
-        while works "$beside"; do sleep 0.5 || true; done
-        wait "$beside" || other=$?
-        [ "$status" -eq 0 ] || other=0
-    else
-        wait "$beside" || { other=$?; tell_to_stop "$ours"; }
-        while works "$ours"; do sleep 0.5 || true; done
-        wait "$ours" || status=$?
-        [ "$other" -eq 0 ] || status=0
-    fi
+    "$python" -m kernel.run.lanes "$log" "$name" "${flags[@]}" ${redo[@]+"${redo[@]}"} &
+    lanes=$!
+    trap 'stopped=yes; kill -TERM "$lanes" 2>/dev/null || true' INT TERM HUP
+    # a trap ends `wait` early; the lanes are still saving then
+    while true; do
+        status=0
+        wait "$lanes" || status=$?
+        kill -0 "$lanes" 2>/dev/null || break
+    done
     trap - INT TERM HUP
     [ -z "$stopped" ] || failed "$name" 130
     [ "$status" -eq 0 ] || failed "$name" "$status"
-    if [ "$other" -ne 0 ]; then
-        tail -n 3 "$log" >&2
-        failed "$name (interrupt/resume)" "$other"
-    fi
-    tail -n 1 "$log"
     stage "$name" --variant check
 }
 
@@ -225,6 +205,6 @@ stage 40_generate
 stage 50_evaluate
 stage 60_probe
 # the stage ends with its report; a run that was stopped just before has none yet
-[ -f "$run_dir/outputs/60_probe/report.html" ] || "$python" -m kernel.page "$run_dir"
+[ -f "$run_dir/outputs/60_probe/report.html" ] || "$python" -m kernel.report.page "$run_dir"
 cat "$run_dir/outputs/50_evaluate/table.md"
 say "done: open $run_dir/outputs/60_probe/report.html"

@@ -1,1 +1,1 @@
-"""Shared code of the stages: what two of them use, or what needs a proof of its own."""
+"""The arithmetic of PPO on a language model, and eight rooms around it."""

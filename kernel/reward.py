@@ -9,6 +9,9 @@
 
 A mix is a weighted sum, `helpful=0.7,concise=0.3`; a name alone weighs 1. An own function gets two
 lists of strings, the users' messages and the responses as text without their end token.
+
+Whatever it is made of, a reward is one function of a batch and of the corpus rows that it answers:
+reward(batch, rows) -> scores (B,) FP32.
 """
 
 import math
@@ -16,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from kernel.chat import Chat
-from kernel.data import load_function
-from kernel.model import load_adapter, make_role
-from kernel.score import learned_reward
+from kernel.data.chat import Chat
+from kernel.data.own_code import load_function
+from kernel.roles import Role, load_role
+from kernel.score import Batch, make_batch, response_scores
 
 
 def length(prompts: list[str], responses: list[str]) -> list[float]:
@@ -72,16 +75,23 @@ def reward_files(reward: str) -> list[str]:
     return files
 
 
-def text_reward(name: str, function, chat: Chat, asked: dict[tuple, str], device):
-    """A function of texts as a reward function of ids; asked: prompt ids -> the user's message.
+def learned_reward(role: Role):
+    """A frozen reward model as a reward function; it reads the ids and leaves the rows alone."""
 
-    Raises ValueError with one line if it raises, or returns anything but a finite number per response.
-    """
+    @torch.no_grad()
+    def reward(batch: Batch, rows: list[dict]) -> torch.Tensor:
+        return response_scores(role, batch)
 
-    def judge(prompts: list[list[int]], responses: list[list[int]]) -> torch.Tensor:
-        texts = [chat.decode(ids) or "" for ids in responses]
+    return reward
+
+
+def text_reward(name: str, function, chat: Chat, device):
+    """A function of texts as a reward function; whatever is wrong with it ends in one line."""
+
+    def reward(batch: Batch, rows: list[dict]) -> torch.Tensor:
+        texts = [chat.decode(ids) or "" for ids in batch.responses]
         try:
-            scores = [float(x) for x in function([asked[tuple(ids)] for ids in prompts], texts)]
+            scores = [float(x) for x in function([row["prompt"] for row in rows], texts)]
         except Exception as error:
             raise ValueError(f"reward {name}: {type(error).__name__}: {error}") from error
         if len(scores) != len(texts):
@@ -91,31 +101,35 @@ def text_reward(name: str, function, chat: Chat, asked: dict[tuple, str], device
                 raise ValueError(f"reward {name}: {score} for the response {text!r}")
         return torch.tensor(scores, device=device)  # FP32
 
-    return judge
+    return reward
 
 
-def make_reward(
-    reward: str, folder: Path, config: dict, base_sha256: str, chat: Chat, asked: dict[tuple, str],
-    device,
-):  # fmt: skip
-    """(judge, roles): the weighted sum as one function of (prompt ids, response ids) -> (B,) FP32, and
-    the frozen reward models in it. Each term is tried on one prompt: a fault shows before the loop."""
+def make_reward(mix: str, folder: Path, config: dict, base_sha256: str, chat: Chat, device):
+    """(reward, roles): the weighted sum as one reward function, and the frozen reward models in it.
+
+    mix: as `reward_terms` reads it; folder: the run folder, where named reward models lie.
+    """
     terms, roles = [], []
-    for name, weight in reward_terms(reward).items():
+    for name, weight in reward_terms(mix).items():
         if own := own_function(name):
-            function = text_reward(name, load_function(*own), chat, asked, device)
+            terms.append((text_reward(name, load_function(*own), chat, device), weight))
         elif name in FUNCTIONS:
-            function = text_reward(name, FUNCTIONS[name], chat, asked, device)
+            terms.append((text_reward(name, FUNCTIONS[name], chat, device), weight))
         else:
-            role = make_role("reward" if name == "judge" else f"reward {name}", config, device,
-                             head="normal")  # fmt: skip
-            load_adapter(folder / adapter_file(name), role, config, base_sha256)
-            roles.append(role.freeze())
-            function = learned_reward(role, chat.pad_id, device)
-        terms.append((function, weight))
+            kind = "reward" if name == "judge" else f"reward {name}"
+            roles.append(load_role(kind, folder / adapter_file(name), config, base_sha256, device))
+            terms.append((learned_reward(roles[-1]), weight))
 
-    def judge(prompts: list[list[int]], responses: list[list[int]]) -> torch.Tensor:
-        return sum(weight * function(prompts, responses) for function, weight in terms)
+    def reward(batch: Batch, rows: list[dict]) -> torch.Tensor:
+        return sum(weight * term(batch, rows) for term, weight in terms)
 
-    judge([list(next(iter(asked)))], [chat.response_ids("One answer.")])
-    return judge, roles
+    return reward, roles
+
+
+def reward_answers(reward, answers: list[tuple], rows: list[dict], pad_id: int, device) -> torch.Tensor:
+    """A reward function on any number of (prompt, response) id lists, 16 at a time: (n,) FP32."""
+    parts = []
+    for start in range(0, len(answers), 16):
+        batch = make_batch(answers[start : start + 16], pad_id, device)
+        parts.append(reward(batch, rows[start : start + 16]))
+    return torch.cat(parts)

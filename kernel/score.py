@@ -1,76 +1,75 @@
 """One forward pass over (prompt, response), read out three ways: log-probabilities, values, scores.
 
-Letters: B rows, P prompt columns (left-padded), T response columns (right-padded), L = P + T,
-D hidden size, V vocabulary, N states that are read out (mostly: the active response tokens).
+Letters: B rows, T columns of the longest response (the others are padded on the right), D hidden size,
+V vocabulary, N active response tokens of the whole batch, row by row.
 
-    a batch is padded           [pad pad prompt] [response EOS pad]
-    a pass reads without pads   [prompt response EOS]
-    state before response token t = state of column p-1+t, with p prompt tokens in the row
+    a pass reads every row without pads          [prompt response EOS]
+    state before response token t                place p - 1 + t, with p prompt tokens in the row
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from kernel.model import Role
-from kernel.transformer import pack
+from kernel.fast.packed import Packed, pack
+from kernel.roles import Role
 
 
 class Batch(NamedTuple):
-    prompt_ids: torch.Tensor  # (B, P) int64, left-padded
-    prompt_mask: torch.Tensor  # (B, P) bool, True = prompt token
-    response_ids: torch.Tensor  # (B, T) int64, right-padded
+    """Prompts with their responses, laid out once; every role that reads them takes it as it is."""
+
+    prompts: list[list[int]]  # B lists of ids
+    responses: list[list[int]]  # B lists of ids, EOS included
+    response_ids: torch.Tensor  # (B, T) int64, padded on the right
     response_mask: torch.Tensor  # (B, T) bool, True = generated token, EOS included
+    packed: Packed  # prompt + response of every row; rows share the tokens they begin with
 
 
-def pad_prompts(prompts: list[list[int]], pad_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left-pad, so that every response starts in the same column. Returns ids and mask, (B, P)."""
+def make_batch(answers: Iterable[tuple[list, list]], pad_id: int, device) -> Batch:
+    """(prompt, response) id lists to a batch. The mask comes from the lengths, never from the pad id."""
+    prompts, responses = (list(side) for side in zip(*answers))
     if not all(prompts):
-        raise ValueError("an empty prompt cannot be scored: a row of pads only has no state")
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad_id)
-    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = True
-    return ids.to(device), mask.to(device)
-
-
-def make_batch(prompts: list[list[int]], responses: list[list[int]], pad_id: int, device) -> Batch:
-    """Lists of ids to padded tensors. The mask comes from the lengths, never from the pad id."""
+        raise ValueError("an empty prompt cannot be scored: no state stands before the response")
     if not all(responses):
         raise ValueError("an empty response cannot be scored: it has no last token")
-    prompt_ids, prompt_mask = pad_prompts(prompts, pad_id, device)
-    lengths = torch.tensor([len(r) for r in responses])
-    ids = torch.full((len(responses), int(lengths.max())), pad_id)
-    for row, response in enumerate(responses):
-        ids[row, : len(response)] = torch.tensor(response)
-    mask = torch.arange(ids.shape[1])[None, :] < lengths[:, None]
-    return Batch(prompt_ids, prompt_mask, ids.to(device), mask.to(device))
+    lengths = torch.tensor([len(response) for response in responses])
+    width = int(lengths.max())
+    ids = torch.tensor([response + [pad_id] * (width - len(response)) for response in responses])
+    mask = torch.arange(width)[None, :] < lengths[:, None]
+    packed = pack([prompt + response for prompt, response in zip(prompts, responses)], device)
+    return Batch(prompts, responses, ids.to(device), mask.to(device), packed)
 
 
-def read(role: Role, batch: Batch, columns: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Last hidden states at chosen columns of the unpadded rows, (N, D) in the base dtype.
+def read(role: Role, batch: Batch, places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Last hidden states at chosen places of the rows, (N, D) in the base dtype.
 
-    columns (B, T) int64 counts the real tokens of a row, prompt first; wanted (B, T) bool says which
-    of them are read, in row-major order. Rows share what they begin with: each prefix is read once.
+    places (B, T) int64 counts the tokens of a row, prompt first; wanted (B, T) bool says which of them
+    are read, row by row.
     """
-    ids = torch.cat([batch.prompt_ids, batch.response_ids], 1)  # (B, L)
-    real = torch.cat([batch.prompt_mask, batch.response_mask], 1)
-    packed = pack([row[mask].tolist() for row, mask in zip(ids, real)], ids.device)
-    rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(columns)
-    return role.transformer.states(packed, packed.tokens[rows[wanted], columns[wanted]])
+    tokens = batch.packed.tokens  # (B, longest row)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(places)
+    return role.transformer.states(batch.packed, tokens[rows[wanted], places[wanted]])
+
+
+def response_places(batch: Batch) -> torch.Tensor:
+    """The place of each response token in its row, counted from the prompt's first: (B, T) int64."""
+    begin = torch.tensor([len(prompt) for prompt in batch.prompts])[:, None]  # (B, 1)
+    return (begin + torch.arange(batch.response_ids.shape[1])).to(batch.response_ids.device)
+
+
+def by_token(numbers: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """One number per active response token in its place: (N,) -> (B, T), 0 where masked."""
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, numbers)
 
 
 def states_before(role: Role, batch: Batch) -> torch.Tensor:
-    """Hidden states from which the active response tokens were predicted, (N, D) in row-major order."""
-    before = batch.prompt_mask.sum(1, keepdim=True) - 1  # (B, 1): the prompt's last token
-    steps = torch.arange(batch.response_ids.shape[1], device=before.device)
-    return read(role, batch, before + steps, batch.response_mask)
+    """Hidden states from which the active response tokens were predicted, (N, D) row by row."""
+    return read(role, batch, response_places(batch) - 1, batch.response_mask)
 
 
 def active_logits(role: Role, batch: Batch) -> torch.Tensor:
-    """Logits over the vocabulary at the active response tokens, (N, V) FP32, in row-major order."""
+    """Logits over the vocabulary at the active response tokens, (N, V) FP32, row by row."""
     return role.lm.lm_head(states_before(role, batch)).float()
 
 
@@ -82,9 +81,7 @@ def vocab_logprobs(role: Role, batch: Batch) -> torch.Tensor:
 def pick_logprobs(logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The response tokens' own out of `vocab_logprobs`: (N, V) -> (B, T) FP32, 0 where masked."""
     chosen = batch.response_ids[batch.response_mask]  # (N,)
-    picked = logprobs.gather(1, chosen[:, None])[:, 0]  # (N,)
-    out = torch.zeros(batch.response_mask.shape, device=logprobs.device)
-    return out.masked_scatter(batch.response_mask, picked)
+    return by_token(logprobs.gather(1, chosen[:, None])[:, 0], batch.response_mask)
 
 
 def response_logprobs(role: Role, batch: Batch) -> torch.Tensor:
@@ -95,8 +92,7 @@ def response_logprobs(role: Role, batch: Batch) -> torch.Tensor:
 def response_values(role: Role, batch: Batch) -> torch.Tensor:
     """V(state before response token t), (B, T) FP32, 0 where masked."""
     values = role.head(states_before(role, batch).float())[:, 0]  # (N,)
-    out = torch.zeros(batch.response_mask.shape, device=values.device)
-    return out.masked_scatter(batch.response_mask, values)
+    return by_token(values, batch.response_mask)
 
 
 def response_scores(role: Role, batch: Batch) -> torch.Tensor:
@@ -105,79 +101,68 @@ def response_scores(role: Role, batch: Batch) -> torch.Tensor:
     last: on the last active response token (EOS included), found by the mask. mean: on the mean state
     of the active response tokens; the head is linear, so that is the mean of its values on each.
     """
-    prompt_tokens, tokens = (
-        m.sum(1, keepdim=True) for m in (batch.prompt_mask, batch.response_mask)
-    )
+    places, mask = response_places(batch), batch.response_mask
+    tokens = mask.sum(1, keepdim=True)  # (B, 1)
     if role.pooling == "last":
-        last = prompt_tokens + tokens - 1  # (B, 1)
+        last = places[:, :1] + tokens - 1  # (B, 1)
         states = read(role, batch, last, torch.ones_like(last, dtype=torch.bool))  # (B, D)
         return role.head(states.float())[:, 0]
-    steps = torch.arange(batch.response_ids.shape[1], device=tokens.device)
-    states = read(role, batch, prompt_tokens + steps, batch.response_mask)  # (N, D)
-    values = role.head(states.float())[:, 0]  # (N,)
-    out = torch.zeros(batch.response_mask.shape, device=values.device)  # (B, T)
-    return out.masked_scatter(batch.response_mask, values).sum(1) / tokens[:, 0]
+    values = role.head(read(role, batch, places, mask).float())[:, 0]  # (N,)
+    return by_token(values, mask).sum(1) / tokens[:, 0]
 
 
 def pair_scores(
-    reward: Role,
-    prompts: list[list[int]],
-    chosen: list[list[int]],
-    rejected: list[list[int]],
-    pad_id: int,
-    device,
+    reward: Role, pairs: list[tuple], pad_id: int, device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """chosen_scores and rejected_scores, (B,) FP32 each; the shared prompts are read only once."""
-    batch = make_batch([*prompts, *prompts], [*chosen, *rejected], pad_id, device)
-    return response_scores(reward, batch).chunk(2)
+    """chosen_scores and rejected_scores, (B,) FP32 each, of (prompt, chosen, rejected) id lists.
+
+    Both answers of a pair are rows of one batch, so that their prompt is read once.
+    """
+    chosen = [(prompt, answer) for prompt, answer, _ in pairs]
+    rejected = [(prompt, answer) for prompt, _, answer in pairs]
+    return response_scores(reward, make_batch(chosen + rejected, pad_id, device)).chunk(2)
 
 
 @torch.no_grad()
 def score_pairs(
     reward: Role, pairs: list[tuple], pad_id: int, device, size: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`pair_scores` of any number of (prompt, chosen, rejected) id lists, without gradients: (n,) FP32
-    each. `size` pairs are read at a time."""
+    """`pair_scores` of any number of pairs, without gradients: (n,) FP32 each; `size` at a time."""
     parts = [
-        pair_scores(reward, *zip(*pairs[start : start + size]), pad_id, device)
+        pair_scores(reward, pairs[start : start + size], pad_id, device)
         for start in range(0, len(pairs), size)
     ]
     chosen_scores, rejected_scores = (torch.cat(side) for side in zip(*parts))
     return chosen_scores, rejected_scores
 
 
-def learned_reward(reward: Role, pad_id: int, device):
-    """The trained reward model as a reward function: lists of (prompt ids, response ids) -> (B,) FP32.
+@torch.no_grad()
+def score_answers(
+    reward: Role, answers: list[tuple], pad_id: int, device, size: int = 16
+) -> torch.Tensor:
+    """Scores of any number of (prompt, response) id lists, without gradients: (n,) FP32.
 
-    Any function of that form can stand in its place; it is called without gradients.
+    `size` answers are read at a time.
     """
-
-    @torch.no_grad()
-    def judge(prompts: list[list[int]], responses: list[list[int]]) -> torch.Tensor:
-        parts = []
-        for start in range(0, len(prompts), 16):
-            rows = slice(start, start + 16)
-            parts.append(
-                response_scores(reward, make_batch(prompts[rows], responses[rows], pad_id, device))
-            )
-        return torch.cat(parts)
-
-    return judge
+    parts = [
+        response_scores(reward, make_batch(answers[start : start + size], pad_id, device))
+        for start in range(0, len(answers), size)
+    ]
+    return torch.cat(parts)
 
 
 @torch.no_grad()
-def exact_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> dict:
-    """Categorical quantities of each visited prefix, from two `vocab_logprobs` (N, V) and the mask
-    (B, T) bool: two (B, T) FP32.
+def exact_kl(
+    logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """kl and entropy of each visited prefix, (B, T) FP32, from two `vocab_logprobs` (N, V) and the mask
+    (B, T) bool.
 
     kl = sum_v pi(v) * (log pi(v) - log pi_ref(v)) >= 0 over the full vocabulary: the exact
     KL(policy || reference), of which the sampled log-ratio is a one-token estimate.
     entropy = -sum_v pi(v) * log pi(v). Both 0 where masked.
     """
     probs = logprobs.exp()
-    parts = {
-        "kl": (probs * (logprobs - ref_logprobs)).sum(-1),  # (N,)
-        "entropy": -(probs * logprobs).sum(-1),
-    }
-    zeros = torch.zeros(mask.shape, device=mask.device)
-    return {name: zeros.masked_scatter(mask, part) for name, part in parts.items()}
+    kl = (probs * (logprobs - ref_logprobs)).sum(-1)  # (N,)
+    entropy = -(probs * logprobs).sum(-1)  # (N,)
+    return by_token(kl, mask), by_token(entropy, mask)

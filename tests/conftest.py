@@ -30,7 +30,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kernel.model import Role, make_role
+from kernel.roles import Role, make_role
 
 torch.set_num_threads(1)  # two workers share two cores
 

@@ -30,7 +30,7 @@ COMPARED = {
     "20_reward": ("adapter.safetensors", "metrics.jsonl"),
     "30_ppo": ("adapter.safetensors", "critic.safetensors", "metrics.jsonl", "rollouts.jsonl",
                "first_logits.safetensors"),
-}  # fmt: skip
+}
 LOOP = ("rollout", "step", "line", "save", "rename", "manifest")  # moments inside the training loop
 MOMENTS = ("start", *LOOP, "end")  # before the loop, in it, behind it
 
@@ -47,11 +47,12 @@ def arm(moment: str, rows: int, calls: int) -> None:
 
     Of the calls after that, the one number `calls` (from 0) is the last: a rollout takes many.
     """
-    import kernel.data
     import kernel.metrics
+    import kernel.state
+
+    import kernel.data
     import kernel.optim
     import kernel.rollout
-    import kernel.state
 
     written, left = 0, calls
 
@@ -81,7 +82,7 @@ def arm(moment: str, rows: int, calls: int) -> None:
 
     def half_a_line(records, row) -> None:
         if now():
-            records.file.write(kernel.data.dumps(row).encode()[:20])
+            records.file.write(kernel.data.files.dumps(row).encode()[:20])
             records.file.flush()
             die()
 
@@ -93,14 +94,14 @@ def arm(moment: str, rows: int, calls: int) -> None:
     def renamed(ending: str):
         return lambda source, target: str(target).endswith(ending) and now() and die()
 
-    patch(kernel.metrics.Records, "write", after=count)
+    patch(kernel.run.records.Records, "write", after=count)
     match moment:
         case "rollout":
             patch(kernel.rollout, "next_logits", before=lambda *_: now() and die())
         case "step":
             patch(kernel.optim.Optimizer, "step", after=lambda *_: now() and die())
         case "line":
-            patch(kernel.metrics.Records, "write", before=half_a_line)
+            patch(kernel.run.records.Records, "write", before=half_a_line)
         case "save":
             patch(kernel.state, "write_atomic", before=half_a_file)
         case "rename":
@@ -122,7 +123,7 @@ def child(moment: str, rows: str, calls: str, stage: str, *flags: str) -> None:
 
 def newest(run: Path, stage: str) -> int:
     """Updates in the newest complete state, 0 without one."""
-    from kernel.state import newest_state
+    from kernel.run.state import newest_state
 
     path, _ = newest_state(run / "checkpoints" / stage / "continuous")
     return int(path.name[6:12]) if path else 0
@@ -148,8 +149,8 @@ def start(
 
 def differences(run: Path, reference: Path, stage: str) -> list[str]:
     """Everything of a stage's `continuous` variant that is not the same in both folders."""
-    from kernel.data import sha256_file
-    from kernel.state import content_hash, load_state, newest_state
+    from kernel.data.files import sha256_file
+    from kernel.run.state import content_hash, load_state, newest_state
 
     found = []
     final = []
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--reference", type=Path, help="a finished tiny run")
     args = parser.parse_args()
-    from kernel.data import read_jsonl
+    from kernel.data.files import read_jsonl
 
     began, dice = time.time(), random.Random(args.seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +224,7 @@ def main() -> None:
     if found:
         raise SystemExit(f"not equal after {args.kills} kills ({shown}): {'; '.join(found)}")
     print(f"{args.kills} kills ({shown}): states, adapters, metrics and rollouts are the same bytes "
-          f"[{time.time() - began:.0f} s]")  # fmt: skip
+          f"[{time.time() - began:.0f} s]")
 
 
 if __name__ == "__main__":

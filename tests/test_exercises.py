@@ -12,14 +12,14 @@ import pytest
 from conftest import ROOT, run_stage
 from matplotlib.image import imread
 
-from kernel import exercises
-from kernel.data import read_json, read_jsonl, sha256_file
-from kernel.lab import left_to_do, picture, table
-from kernel.recompute import Run
-from kernel.verify import verify
+from kernel.data.files import read_json, read_jsonl, sha256_file
+from kernel.finished.recompute import Run
+from kernel.finished.verify import verify
+from kernel.lesson import exercises
+from kernel.lesson.lab import left_to_do, picture, table
 
 SMALLEST = ["--iterations", "1", "--seeds", "50", "--reward-epochs", "0.01", "--two-epochs", "0.01",
-            "--lesson-epochs", "2"]  # fmt: skip
+            "--lesson-epochs", "2"]
 
 
 def exercise(run, *names: str) -> subprocess.CompletedProcess:

@@ -21,12 +21,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kernel import ask, card, export
-from kernel.chat import SYSTEM, Chat, special_ids
-from kernel.data import read_json, read_jsonl, sha256_file, write_json
+from kernel.data.base import model_sha256
+from kernel.data.chat import SYSTEM, Chat, special_ids
+from kernel.data.files import read_json, read_jsonl, sha256_file, write_json
+from kernel.finished import ask, export, model_card
 from kernel.lora import PROJECTIONS
-from kernel.model import make_role, model_sha256
-from kernel.peft_layout import load_peft, our_name, peft_name, read_peft, write_peft
+from kernel.roles import make_role
+from kernel.run.peft_layout import load_peft, our_name, peft_name, read_peft, write_peft
 from kernel.score import active_logits, make_batch, response_logprobs
 
 ROLES = ("sft", "ppo", "reward")
@@ -130,7 +131,7 @@ def test_the_head_carries_what_the_adapter_says(exported, run):
 
 @pytest.mark.parametrize("name", ROLES)
 def test_an_adapter_folder_holds_every_number_under_pefts_names(exported, run, name):
-    ours = load_file(run.dir / card.ADAPTERS[name])
+    ours = load_file(run.dir / model_card.ADAPTERS[name])
     theirs = load_file(exported / name / "adapter_model.safetensors")
     ours = {key: tensor for key, tensor in ours.items() if not key.startswith("head.")}
     assert theirs.keys() == {
@@ -200,37 +201,37 @@ def test_the_card_tells_data_settings_results_and_limits(exported, run):
     assert all(f"{key} {value}" in text for key, value in settings.items())
     assert "simulated preference, nobody was asked" in text and SYSTEM in text
     for name in ROLES:
-        assert sha256_file(run.dir / card.ADAPTERS[name]) in text
+        assert sha256_file(run.dir / model_card.ADAPTERS[name]) in text
     assert str(ROOT) not in text
 
 
 def test_the_card_of_a_judge_that_reads_the_mean_state_says_so(copy_of_tiny, run):
-    path = copy_of_tiny / card.ADAPTERS["reward"]
+    path = copy_of_tiny / model_card.ADAPTERS["reward"]
     with safe_open(path, framework="pt") as file:
         meaning = json.loads(file.metadata()["adapter"])
     save_file(load_file(path), path, {"adapter": json.dumps({**meaning, "pooling": "mean"})})
-    sha256 = {name: sha256_file(copy_of_tiny / name) for name in card.ADAPTERS.values()}
+    sha256 = {name: sha256_file(copy_of_tiny / name) for name in model_card.ADAPTERS.values()}
     made = read_json(copy_of_tiny / "config.json")
-    text = card.model_card(export.FinishedRun(copy_of_tiny, made, run.config, sha256), False, [])
+    text = model_card.model_card(export.FinishedRun(copy_of_tiny, made, run.config, sha256), False, [])
     assert "on the mean of its states" in text and '@ states.mean(0) + head["bias"]' in text
     assert "-merged" not in text
 
 
 def test_results_of_other_adapters_do_not_stand_in_the_card(copy_of_tiny):
     run = copy_of_tiny
-    sha256 = {name: sha256_file(run / name) for name in card.ADAPTERS.values()}
-    table = (run / card.TABLE).read_text().strip()
-    assert card.evaluated(run, sha256) == table
+    sha256 = {name: sha256_file(run / name) for name in model_card.ADAPTERS.values()}
+    table = (run / model_card.TABLE).read_text().strip()
+    assert model_card.evaluated(run, sha256) == table
     for name in sha256:
-        assert "not that of these adapters" in card.evaluated(run, {**sha256, name: "0" * 64})
-    (run / card.TABLE).write_text(table + " and more")
-    assert "not that of these adapters" in card.evaluated(run, sha256)
+        assert "not that of these adapters" in model_card.evaluated(run, {**sha256, name: "0" * 64})
+    (run / model_card.TABLE).write_text(table + " and more")
+    assert "not that of these adapters" in model_card.evaluated(run, sha256)
     shutil.rmtree(run / "outputs/50_evaluate")
-    assert card.evaluated(run, sha256) == "This run was not evaluated."
+    assert model_card.evaluated(run, sha256) == "This run was not evaluated."
 
 
 def test_neither_labels_nor_heldout_rows_are_declared():
-    assert not [n for n in [*export.READS, *card.READS] if "heldout" in n or "labels" in n]
+    assert not [n for n in [*export.READS, *model_card.READS] if "heldout" in n or "labels" in n]
 
 
 @pytest.fixture
@@ -247,7 +248,7 @@ def small(qwen3_dir, new_role, role_config, tmp_path):
     return SimpleNamespace(
         role=role, adapters=adapters, folder=tmp_path / "out", model_dir=qwen3_dir, batch=batch,
         config=role_config(qwen3_dir),
-    )  # fmt: skip
+    )
 
 
 DAMAGE = {
@@ -345,7 +346,7 @@ def test_an_unfinished_run_and_a_damaged_adapter_are_refused(copy_of_tiny, tmp_p
     target = tmp_path / "out"
     with pytest.raises(ValueError, match="has no config.json: give a finished run"):
         export.export(given(tmp_path / "nothing", export=target))
-    path = copy_of_tiny / card.ADAPTERS["reward"]
+    path = copy_of_tiny / model_card.ADAPTERS["reward"]
     content = bytearray(path.read_bytes())
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ValueError, match="damaged or edited"):
@@ -457,7 +458,7 @@ def test_an_adapter_of_another_or_an_unknown_base_is_refused(
         load_peft(
             read_peft(folder), new_role(qwen2_dir), role_config(qwen2_dir),
             model_sha256(qwen2_dir)["base_sha256"],
-        )  # fmt: skip
+        )
 
 
 def test_files_that_are_missing_damaged_or_a_judges_are_refused(
@@ -477,7 +478,7 @@ def test_files_that_are_missing_damaged_or_a_judges_are_refused(
         load_peft(
             read_peft(folder), role, {**run.config, "model_dir": base},
             model_sha256(Path(base))["base_sha256"],
-        )  # fmt: skip
+        )
     (folder / "adapter_model.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         read_peft(folder)
@@ -486,7 +487,7 @@ def test_files_that_are_missing_damaged_or_a_judges_are_refused(
 def test_sft_takes_an_adapter_bit_for_bit_at_a_rate_of_zero_and_remembers_it(
     copy_of_tiny, exported
 ):
-    sft = copy_of_tiny / card.ADAPTERS["sft"]
+    sft = copy_of_tiny / model_card.ADAPTERS["sft"]
     want = load_file(sft)
     without(copy_of_tiny, "10_sft")
     flags = ("10_sft", "--run-dir", copy_of_tiny, "--epochs", "0.1", "--validation-rows", "2")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kernel.profiles import PROFILES
 from kernel.reward import reward_files
+from kernel.run.profiles import PROFILES
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARNING = ("10_sft", "20_reward", "30_ppo")
@@ -114,7 +114,7 @@ def enclosed(run: Path, stage: str, code: str, *targets: Path | str) -> subproce
     return subprocess.run(
         [sys.executable, "-c", HEAD, arguments],
         capture_output=True, text=True, env=environment, cwd=run.parent.parent, timeout=120,
-    )  # fmt: skip
+    )
 
 
 def refused(run: Path, stage: str, code: str, *targets: Path | str) -> None:
@@ -265,7 +265,7 @@ ROADS = {
     "a thread":
         "import concurrent.futures as c\n"
         "with c.ThreadPoolExecutor() as pool: print(pool.submit(lambda: open(target).read()).result())",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -417,7 +417,7 @@ assert open(os.devnull).read() == "" and open(target).read() == "weights"
     "os.open(target, os.O_RDONLY | os.O_TRUNC)", "os.open(target, os.O_WRONLY)",
     "os.truncate(target, 0)", "os.rename(target, own / 'x')", "os.rename(own / 'x', target)",
     "os.link(target, own / 'y')", "Path(target).write_text('x')",
-])  # fmt: skip
+])
 def test_a_declared_read_cannot_be_written(run, how):
     targets = run / "data/train/pairs.jsonl", run / "config.json"
     refused(run, "20_reward", "(own / 'x').write_text('x')\n" + how, *targets)
@@ -450,10 +450,10 @@ def test_a_hard_linked_copy_of_a_run_still_works(run):
 @pytest.mark.parametrize("stage, file", [("30_ppo", HELDOUT[0]), ("40_generate", HELDOUT[1])])
 def test_the_real_program_is_enclosed(tmp_path, stage, file):
     """A copy of the stage with one line more, right behind the Stage(...) that encloses it."""
-    from kernel.data import sha256_file
-    from kernel.lineage import maker
-    from kernel.model import model_sha256
-    from kernel.profiles import PROFILES
+    from kernel.data.base import model_sha256
+    from kernel.data.files import sha256_file
+    from kernel.run.lineage import maker
+    from kernel.run.profiles import PROFILES
 
     shutil.copytree(
         ROOT / "kernel", tmp_path / "kernel", ignore=shutil.ignore_patterns("__pycache__")
@@ -489,7 +489,7 @@ def test_the_real_program_is_enclosed(tmp_path, stage, file):
     done = subprocess.run(
         [sys.executable, f"{stage}.py", "--run-dir", str(run)],
         capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120,
-    )  # fmt: skip
+    )
     assert "enclosed" in done.stdout and SECRET not in done.stdout
     assert done.returncode == 1, done.stderr
     assert (

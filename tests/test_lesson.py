@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from kernel.lesson import CORPORA
-from kernel.lesson_rubric import LONGEST, rubric
-from kernel.rubric import GRAMMAR, evaluate_response
+from kernel.data.corpora import CORPORA
+from kernel.data.lesson_rubric import LONGEST, rubric
+from kernel.data.office_rubric import GRAMMAR, evaluate_response
 
 LESSON, TWO = CORPORA["lesson"], CORPORA["two-rewards"]
 ROWS = {"lesson": LESSON.build(), "two-rewards": TWO.build()}

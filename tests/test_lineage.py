@@ -11,10 +11,11 @@ import pytest
 import torch
 from conftest import last_line, run_stage
 
-from kernel import lineage, state
-from kernel.data import check_corpus, read_json, read_jsonl, sha256_file, write_json, write_jsonl
-from kernel.metrics import Records
-from kernel.stage import Stage
+from kernel.data.corpus import check_corpus
+from kernel.data.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
+from kernel.run import lineage, state
+from kernel.run.records import Records
+from kernel.run.stage import Stage
 
 # ---- names in manifests -------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ def test_an_adapter_of_an_unfinished_stage_is_refused(small_run):
 @pytest.mark.parametrize("stage,file", [
     ("30_ppo", "checkpoints/20_reward/continuous/adapter.safetensors"),
     ("60_probe", "outputs/50_evaluate/answers.jsonl"),
-])  # fmt: skip
+])
 def test_the_programs_check_their_inputs(copy_of_tiny, stage, file):
     path = copy_of_tiny / file
     raw = bytearray(path.read_bytes())
@@ -210,7 +211,7 @@ def test_harmless_flags_do_not_hinder_a_resume(copy_of_tiny, tiny):
     done = run_stage("30_ppo", "--run-dir", copy_of_tiny, *flags)
     assert "going on after update 16" in done.stdout
     for name in ("checkpoints/30_ppo/resume/adapter.safetensors",
-                 "outputs/30_ppo/resume/rollouts.jsonl"):  # fmt: skip
+                 "outputs/30_ppo/resume/rollouts.jsonl"):
         assert sha256_file(copy_of_tiny / name) == sha256_file(tiny / name)
 
 

@@ -17,19 +17,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from kernel.lora import PROJECTIONS, LoRAFunction, LoRALinear, Prepacked, add_lora, packs_bfloat16
-from kernel.model import (
+from kernel.data.base import load_base
+from kernel.fast.merged import LoRAFunction, Prepacked, packs_bfloat16
+from kernel.fast.transformer import Cache
+from kernel.lora import PROJECTIONS, LoRALinear, add_lora
+from kernel.roles import (
     Role,
     check_isolation,
     fingerprint,
     load_adapter,
-    load_base,
     make_role,
     parameter_counts,
     save_adapter,
 )
 from kernel.score import make_batch, response_logprobs
-from kernel.transformer import Cache
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(9))
@@ -482,4 +483,4 @@ def test_metadata_says_role_scale_and_base(saved):
         meaning = json.loads(file.metadata()["adapter"])
     assert meaning == {
         "role": "reward", "lora_r": 8, "lora_alpha": 16, "base_sha256": BASE, "pooling": "last",
-    }  # fmt: skip
+    }

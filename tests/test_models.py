@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from kernel.acquire import tiny_tokenizer
-from kernel.chat import PLAIN, SYSTEM, Chat, special_ids
-from kernel.data import read_json
-from kernel.model import fingerprint, load_base, model_sha256
+from kernel.data.base import load_base, model_sha256
+from kernel.data.chat import PLAIN, SYSTEM, Chat, special_ids
+from kernel.data.files import read_json
+from kernel.data.tiny import tiny_tokenizer
+from kernel.roles import fingerprint
 from kernel.score import active_logits, make_batch
 
 INDEX = "model.safetensors.index.json"
@@ -203,7 +204,7 @@ def test_a_sharded_qwen3_without_a_template_and_pad_token_goes_through_sft(tmp_p
     folder = build(
         tmp_path / "whole", "qwen3", vocab_size=1024, max_position_embeddings=512,
         initializer_range=0.02,
-    )  # fmt: skip
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.save_pretrained(tmp_path / "model", max_shard_size="60KB")
     tiny_model = read_json(tiny / "config.json")["common"]["model_dir"]

@@ -19,15 +19,19 @@ import pytest
 from conftest import ROOT, last_line, run_stage
 from tokenizers import normalizers
 
-from kernel import own_checks, own_data, verify
-from kernel.acquire import acquire, tiny_tokenizer
-from kernel.chat import Chat
-from kernel.corpus import Corpus
-from kernel.data import load_function, read_json, read_jsonl, sha256_file
-from kernel.own_corpus import audit, split_of
-from kernel.own_rows import Faults, plain_row
-from kernel.profiles import PROFILES
-from kernel.recompute import Run
+from kernel.data.acquire import acquire
+from kernel.data.chat import Chat
+from kernel.data.corpus import Corpus
+from kernel.data.files import read_json, read_jsonl, sha256_file
+from kernel.data.own_code import load_function
+from kernel.data.tiny import tiny_tokenizer
+from kernel.finished import verify
+from kernel.finished.recompute import Run
+from kernel.gate import checks, gate
+from kernel.gate.faults import Faults
+from kernel.gate.layout import audit, split_of
+from kernel.gate.rows import plain_row
+from kernel.run.profiles import PROFILES
 
 EXAMPLE = ROOT / "tests/example"
 COMMON = PROFILES["tiny"]["common"]
@@ -61,7 +65,7 @@ def look(folder: Path, rubric=None, drop_bad=False, **limits) -> Corpus:
     args = SimpleNamespace(
         data=folder, rubric=rubric, drop_bad=drop_bad, model_dir=None, check=False
     )
-    return own_data.gate(args, "tiny", {**COMMON, **limits})
+    return gate.gate(args, "tiny", {**COMMON, **limits})
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ HUMAN = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Why?\n\nAssistant:"
         ({"id": True}, "row 3: id is True, wanted text or a whole number"),
     ],
     ids=ascii,
-)  # fmt: skip
+)
 def test_a_missing_or_mistyped_field_is_named(refused, fields, found):  # case B42
     text = refused(pairs=changed(3, **fields))
     assert found in text and "field (1): name and fill the fields" in text
@@ -126,7 +130,7 @@ def test_a_missing_or_mistyped_field_is_named(refused, fields, found):  # case B
          "row 3: a transcript with more than one turn"),
     ],
     ids=["two turns", "different turns", "no answer", "long prompt", "transcript"],
-)  # fmt: skip
+)
 def test_more_than_one_turn_is_refused_by_name_and_count(refused, fields, found):
     text = refused(pairs=changed(3, **fields))
     assert found in text and "turns (1): keep one user turn" in text
@@ -146,7 +150,7 @@ def test_more_than_one_turn_is_refused_by_name_and_count(refused, fields, found)
         (b'{"a": ' * 100_000, "row 61: nested too deeply"),
     ],
     ids=["latin-1", "utf-16", "surrogate", "cut", "list", "nan", "infinite", "deep"],
-)  # fmt: skip
+)
 def test_what_is_no_json_in_utf8_is_named_with_its_line_and_byte(refused, raw, found):  # case B40
     good = "".join(json.dumps(row) + "\n" for row in pairs()).encode()
     assert found in refused(pairs=good + raw)
@@ -166,7 +170,7 @@ def test_what_is_no_json_in_utf8_is_named_with_its_line_and_byte(refused, raw, f
         ({"split": None}, "split", "row 3: split is None"),
     ],
     ids=ascii,
-)  # fmt: skip
+)
 def test_a_row_that_cannot_be_learned_from_is_named(refused, fields, kind, found):
     text = refused(pairs=changed(3, **fields))
     assert found in text and f"  {kind} (1): " in text
@@ -190,16 +194,16 @@ def test_a_row_over_a_limit_is_named_with_both_numbers(refused, limits, found): 
 def test_token_counts_are_those_of_the_stages(tmp_path):
     folder = tmp_path / "tokenizer"
     tiny_tokenizer([row["prompt"] for row in pairs()], 300).save_pretrained(folder)
-    chat = Chat({**COMMON, **own_data.NO_LIMITS, "model_dir": str(folder)})
+    chat = Chat({**COMMON, **gate.NO_LIMITS, "model_dir": str(folder)})
     prompts = [" two  blanks \n", *(row["prompt"] for row in pairs())]
     want = {prompt: len(chat.prompt_ids(prompt)) for prompt in prompts}
-    assert own_checks.token_counts(chat, prompts) == want
+    assert checks.token_counts(chat, prompts) == want
     # A template that changes the text cannot be filled in by the batch.
     chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace(
         "m['content']", "m['content']|trim"
     )
     trimmed = {prompt: len(chat.prompt_ids(prompt)) for prompt in prompts}
-    assert trimmed != want and own_checks.token_counts(chat, prompts) == trimmed
+    assert trimmed != want and checks.token_counts(chat, prompts) == trimmed
 
 
 @pytest.mark.parametrize(
@@ -215,11 +219,11 @@ def test_answers_that_become_the_same_tokens_are_equal(tmp_path):  # case B39
     tokenizer = tiny_tokenizer(["it is yes"], 300)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    chat = Chat({**COMMON, **own_data.NO_LIMITS, "model_dir": str(tmp_path / "tokenizer")})
+    chat = Chat({**COMMON, **gate.NO_LIMITS, "model_dir": str(tmp_path / "tokenizer")})
     row = plain_row("pairs.jsonl", 1, {"prompt": "Is it?", "chosen": "Yes", "rejected": "yes"})
     faults = Faults()
     rows = {file: [] for file in ("demonstrations.jsonl", "prompts.jsonl", "probes.jsonl")}
-    own_checks.token_faults({"pairs.jsonl": [row], **rows}, chat, COMMON, faults)
+    checks.token_faults({"pairs.jsonl": [row], **rows}, chat, COMMON, faults)
     assert faults.found["equal answers"] == [
         "pairs.jsonl row 1: chosen and rejected are the same tokens"
     ]
@@ -270,7 +274,7 @@ def test_training_files_refuse_rows_marked_as_held_out(refused):
 
 def probe(context: str, correct, polite, **fields) -> dict:
     return {"context": context, "prompt": f"{context}?", "candidate": f"{correct} {polite}",
-            "correct": correct, "polite": polite, **fields}  # fmt: skip
+            "correct": correct, "polite": polite, **fields}
 
 
 @pytest.mark.parametrize(
@@ -285,7 +289,7 @@ def probe(context: str, correct, polite, **fields) -> dict:
         ({"context": "000010-pair", "prompt": "P2?"}, "row 5: context 000010-pair is also the id of"),
     ],
     ids=ascii,
-)  # fmt: skip
+)
 def test_probes_that_do_not_compare_are_named(refused, fields, found):
     rows = [probe(c, correct, True) for c in ("P0", "P1") for correct in (True, False)]
     rows.append({**probe("P0", True, False), "candidate": "another", **fields})
@@ -381,7 +385,7 @@ def test_the_four_shapes_give_the_same_rows(tmp_path, capsys):
          ("Be brief.\n\nHi", ("A", "B"))),
     ],
     ids=["transcript", "word", "prompt and messages", "system turn"],
-)  # fmt: skip
+)
 def test_prompts_and_answers_of_other_rows(row, want):
     made = plain_row("pairs.jsonl", 1, row)
     assert (made.prompt, made.answers) == want
@@ -448,7 +452,7 @@ def test_further_columns_reach_the_labels_and_never_a_prompt_file(tmp_path):
     probes = [
         probe(c, correct, polite, urgent=c == "P1", secret="s")
         for c in ("P0", "P1") for correct in (True, False) for polite in (True, False)
-    ]  # fmt: skip
+    ]
     made = look(write(tmp_path / "mine", pairs=rows, probes=probes))
     for file, content in made.build().items():
         text = json.dumps(content)
@@ -459,7 +463,7 @@ def test_further_columns_reach_the_labels_and_never_a_prompt_file(tmp_path):
     assert last == {"id": "000008-probe", "urgent": True, "secret": "s"}
     assert set(made.build()["heldout/probes.jsonl"][0]) == {
         "id", "context", "prompt", "prompt_sha256", "candidate", "correct", "polite"
-    }  # fmt: skip
+    }
     assert made.source["factors"] == ["correct", "polite"]
     assert made.fields["heldout/labels.jsonl"].keys() == {"id", "secret", "urgent"}
 
@@ -556,7 +560,7 @@ def test_more_rows_and_another_order_move_no_prompt(tmp_path):
         ("heldout/labels.jsonl", lambda rows: rows[0].update(id="x"), "ids are not those of heldout"),
         ("heldout/probes.jsonl", lambda rows: rows[1].update(context="probe9"), "prompt differs within"),
     ],
-)  # fmt: skip
+)
 def test_the_audit_finds_what_was_changed(example_rows, file, edit, found):
     rows = json.loads(json.dumps(example_rows))
     assert audit(rows)["rows"]["heldout/probes.jsonl"] == 40
@@ -603,7 +607,7 @@ DEF = "def rubric(p, r, f, row): return "
          "judges the same answer in two ways"),
     ],
     ids=range(11),
-)  # fmt: skip
+)
 def test_a_rubric_that_would_fail_later_fails_now(refused, tmp_path, source, found):
     path = tmp_path / "mine.py"
     path.write_text(source)

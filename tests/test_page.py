@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from kernel import page
-from kernel.data import read_json, read_jsonl, write_json, write_jsonl
-from kernel.metrics import Records, event_writer
-from kernel.symptoms import METRICS, column, reading, symptoms
+from kernel.data.files import read_json, read_jsonl, write_json, write_jsonl
+from kernel.report import page
+from kernel.report.symptoms import METRICS, column, reading, symptoms
+from kernel.run.records import Records, event_writer
 
 HOSTILE = (
     "<script>document.title = 'taken'</script><img src=x onerror=alert(1)> \U0001f642 שלום & \"x\""
@@ -38,7 +38,7 @@ def card(right: int, pairs: int = 36) -> dict:
         "pairs": pairs, "right": right, "ties": 1, "wrong": pairs - right - 1, "accuracy": right / pairs,
         "accuracy_interval": [0.7321, 0.9876], "mean_chosen": 3.456, "mean_rejected": None,
         "mean_margin": 6.789, "log_loss": 0.1234, "brier": 0.0456, "ece": 0.0789, "bins": bins,
-    }  # fmt: skip
+    }
 
 
 def made_figures(iterations: int) -> dict:
@@ -88,7 +88,7 @@ def made_figures(iterations: int) -> dict:
                           "length": {"longer": same}},
         "doses": [{"factor": "courtesy", "dose": n, "mean": 1.5, **dose} for n in (0, 1)]
         + [{"factor": "empty", "dose": None, "mean": -3.25, **dose}],
-    }  # fmt: skip
+    }
 
 
 def part_of(tiny: Path, folder: Path) -> Path:
@@ -183,7 +183,7 @@ def test_the_verdict_shows_means_and_intervals_of_results_json(run, html):
     for name, key, factor, places in (
         ("score", "mean_score", 1, 2), ("rubric", "success_rate", 100, 1),
         ("tokens", "mean_tokens", 1, 1),
-    ):  # fmt: skip
+    ):
         for policy in ("sft", "ppo"):
             value = factor * results["results"][policy]["all_unique_contexts"][key]
             assert shown(value, places, sign=False) in cards[name], (name, policy)
@@ -262,7 +262,7 @@ def test_the_figures_of_the_probe_stage_are_shown_as_they_are(html, tables):
     assert tables["Report card"][2] == [
         "held-out", "36", "31", "1", "4", "86.1 %", "73.2 % to 98.8 %", "+3.46", "–", "+6.79", "0.123",
         "0.046", "0.079",
-    ]  # fmt: skip
+    ]
     assert tables["Effects"][1] == [FACTOR, "correct", "+0.88", "3 of 3"]
     assert tables["Decomposition"][1][:5] == ["courtesy", "same", "150", "+0.90", "75.0 %"]
     assert tables["Doses"][3] == ["empty", "–", "20", "−3.25", "+1.00 to +2.00"]
@@ -393,7 +393,7 @@ def test_a_run_without_ppo(run, tmp_path):
     page.write_page(folder)
     html = (folder / page.OUT / "report.html").read_text(encoding="utf-8")
     for text in ("No verdict yet", "Run 30_ppo.py.", "Run 40_generate.py", "This run is not complete",
-                 "outputs/30_ppo/continuous/rollouts.jsonl", "It comes from 60_probe.py"):  # fmt: skip
+                 "outputs/30_ppo/continuous/rollouts.jsonl", "It comes from 60_probe.py"):
         assert text in html, text
     assert "SFT loss" in html and "nan" not in html.lower().replace("nanogpt", "")
 
@@ -429,7 +429,7 @@ def test_a_run_with_one_iteration_no_rubric_and_no_factors(run, tmp_path):
     page.write_page(folder)
     html = (folder / page.OUT / "report.html").read_text(encoding="utf-8")
     for text in ("Score up, rubric unknown", "no rubric in this run", "not known in this run",
-                 "name no binary factor", "rubric <b>unknown</b>"):  # fmt: skip
+                 "name no binary factor", "rubric <b>unknown</b>"):
         assert text in html, text
     assert set(re.findall(r'class="pair" data-kind="\w+ (\w+)"', html)) == {"unknown"}
     assert ">None<" not in html and "None %" not in html
@@ -509,7 +509,7 @@ def test_a_browser_opens_it_in_silence_and_the_filters_filter(html, tmp_path, wi
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900",
         f"--user-data-dir={tmp_path}", "--enable-logging=stderr", "--dump-dom", path.as_uri(),
-    ]  # fmt: skip
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in done.stderr
     escaped = re.search(r'data-found="([^"]*)"', done.stdout)[1]
@@ -521,7 +521,7 @@ def test_a_browser_opens_it_in_silence_and_the_filters_filter(html, tmp_path, wi
     assert found == {
         "images": 0, "searched": 1, "rollouts": ["2"], "overflows": False, "wide": 0, "flat": 0,
         "requests": 0, "faults": [],
-    }  # fmt: skip
+    }
 
 
 # ---- event files for tensorboard ----------------------------------------------------------------

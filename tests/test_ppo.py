@@ -11,14 +11,8 @@ import random
 import pytest
 import torch
 
-from kernel.ppo import (
-    explained_variance,
-    gae,
-    policy_loss,
-    response_mean,
-    token_rewards,
-    value_loss,
-)
+from kernel.measure.iteration import explained_variance
+from kernel.ppo import gae, policy_loss, response_mean, token_rewards, value_loss
 
 
 def tensor(rows) -> torch.Tensor:
@@ -102,7 +96,7 @@ def test_rewards_of_a_row_sum_to_score_minus_kl_coef_times_summed_log_ratio(seed
     rewards = token_rewards(
         tensor(scores), tensor(old), tensor(ref), prefix_mask(lengths, width), torch.tensor(finished),
         kl_coef, -1.0,
-    )  # fmt: skip
+    )
     for row, length in enumerate(lengths):
         log_ratio = sum(old[row][t] - ref[row][t] for t in range(length))
         want = scores[row] - kl_coef * log_ratio + (0.0 if finished[row] else -1.0)

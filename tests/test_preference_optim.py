@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernel.measure.pairs import pair_accuracy
 from kernel.optim import Optimizer, learning_rate
-from kernel.preference import bradley_terry_loss, pair_accuracy, sft_loss
+from kernel.supervised import bradley_terry_loss, sft_loss
 
 SETTINGS = {"warmup": 0.1, "final_lr": 0.1, "max_grad_norm": 1.0, "weight_decay": 0.01}
 
@@ -64,7 +65,7 @@ def test_pair_accuracy_counts_ties_apart():
     counts = pair_accuracy(torch.tensor([2.0, 1.0, 0.0, 5.0]), torch.tensor([1.0, 1.0, 4.0, 0.0]))
     assert counts == {
         "pairs": 4, "right": 2, "ties": 1, "wrong": 1, "accuracy": 0.5, "mean_margin": 0.5
-    }  # fmt: skip
+    }
     tied = pair_accuracy(torch.zeros(3), torch.zeros(3))
     assert tied["ties"] == 3 and tied["accuracy"] == 0.0
 

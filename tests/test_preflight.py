@@ -9,8 +9,9 @@ import pytest
 import torch
 from conftest import EOS, PAD
 
-from kernel import preflight, score
-from kernel.model import save_adapter
+from kernel import score
+from kernel.roles import save_adapter
+from kernel.run import preflight
 
 DEVICE = torch.device("cpu")
 CHAT = types.SimpleNamespace(eos_id=EOS, pad_id=PAD)
@@ -34,7 +35,7 @@ def roles(model_dir, new_role, role_config, tmp_path):
     return {
         "actor": actor, "reference": reference, "judges": [reward], "critic": critic, "sft": sft,
         "prompts": PROMPTS, "chat": CHAT, "device": DEVICE,
-    }  # fmt: skip
+    }
 
 
 def test_sound_roles_pass_and_nothing_is_left_behind(roles, capsys):
@@ -131,7 +132,7 @@ def test_padding_that_shows(model_dir, new_role, monkeypatch, side):  # cases B0
     refused(
         preflight.preference, reward, PAIRS, PAD, DEVICE,
         match=f"reads an answer alone and {side}-padded alike",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("shift", [-1, 1])

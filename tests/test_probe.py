@@ -9,10 +9,19 @@ from itertools import combinations
 import pytest
 from conftest import run_stage
 
-from kernel import corpus
-from kernel.courtesy import add_courtesy, count_courtesy, counterfactuals, strip_courtesy
-from kernel.data import read_json, read_jsonl, sha256_file, write_atomic, write_json, write_jsonl
-from kernel.ledger import (
+from kernel.data import office
+from kernel.data.files import (
+    read_json,
+    read_jsonl,
+    sha256_file,
+    write_atomic,
+    write_json,
+    write_jsonl,
+)
+from kernel.data.office_rubric import ACTIONS, FORMS, response
+from kernel.measure.courtesy import add_courtesy, count_courtesy, counterfactuals, strip_courtesy
+from kernel.measure.judge import shift
+from kernel.measure.ledger import (
     best_of,
     best_of_n,
     by_iteration,
@@ -21,8 +30,7 @@ from kernel.ledger import (
     ledger,
     repetition,
 )
-from kernel.probe import decomposition, dose_effects, dose_rows, factorial, factors_of, shift
-from kernel.rubric import ACTIONS, FORMS, response
+from kernel.measure.probe import decomposition, dose_effects, dose_rows, factorial, factors_of
 
 # ---- courtesy -----------------------------------------------------------------------------------
 
@@ -45,7 +53,7 @@ def test_courtesy_of_the_whole_office_grammar():
     ("12 km are 7.46 miles", 0, "12 km are 7.46 miles"),
     ("Say thank you to the owner.", 1, "Say thank you to the owner."),
     ("Let me know. Please let me know!", 3, ""),
-])  # fmt: skip
+])
 def test_courtesy_of_other_texts(text, formulas, rest):
     assert count_courtesy(text) == formulas and strip_courtesy(text) == rest
 
@@ -82,7 +90,7 @@ def test_counterfactual_answers():
 def crossed(context: str, **cells: float) -> list[dict]:
     """Rows of a context from right_plain=..., right_polite=..., wrong_plain=..., wrong_polite=..."""
     return [{"context": context, "correct": name.startswith("right"), "polite": name.endswith("polite"),
-             "candidate": name, "score": score} for name, score in cells.items()]  # fmt: skip
+             "candidate": name, "score": score} for name, score in cells.items()]
 
 
 def effect(figures: dict, factor: str, **others: bool) -> dict:
@@ -131,7 +139,7 @@ def test_three_factors_against_a_plain_loop():
     rows = [
         {"context": f"C{n}", **{name: bool(code >> i & 1) for i, name in enumerate(names)},
          "score": generator.gauss(0, 1)} for n in range(4) for code in range(8)
-    ]  # fmt: skip
+    ]
     f = factorial(rows)
     assert len(f["effects"]) == 3 * 4
     for e in f["effects"]:
@@ -163,13 +171,13 @@ def test_factors_are_the_fields_that_are_boolean_everywhere():
     assert factors_of([]) == []
     none = factorial([{"context": "A", "score": 1.0}, {"context": "A", "score": 3.0}])
     assert none == {"factors": [], "contexts": [{"context": "A", "cells": {"": 2.0}}], "effects": [],
-                    "inversions": []}  # fmt: skip
+                    "inversions": []}
     assert factorial([])["contexts"] == []
 
 
 def test_doses_stand_on_the_plain_right_candidate():
     probes = [
-        row for row in corpus.build_corpus()["heldout/probes.jsonl"] if row["context"] == "PROBE03"
+        row for row in office.build_corpus()["heldout/probes.jsonl"] if row["context"] == "PROBE03"
     ]
     rows = dose_rows({"context": "PROBE03", "text": "Whatever."}, probes)
     text = {(row["factor"], row["dose"]): row["text"] for row in rows}
@@ -210,7 +218,7 @@ def test_best_of_n_figures():
     scores = {"A": [1.0, 2.0, 3.0, 4.0], "B": [0.0, 0.0, 0.0, 8.0]}
     success = {"A": [True, True, False, False], "B": [None, True, True, True]}
     rows = [{"context": c, "score": s, "success": v}
-            for c in "AB" for s, v in zip(scores[c], success[c])]  # fmt: skip
+            for c in "AB" for s, v in zip(scores[c], success[c])]
     f = best_of_n(rows)
     assert [x["n"] for x in f] == [1, 2, 4]
     assert [x["score"] for x in f] == pytest.approx([(2.5 + 2) / 2, (20 / 6 + 4) / 2, (4 + 8) / 2])
@@ -233,7 +241,7 @@ def test_repetition_by_hand():
 def rollout(iteration: int, score: float, kl: list[float], text="Thank you. Go.") -> dict:
     return {"iteration": iteration, "rollout": f"{iteration}", "prompt_id": "p", "text": text,
             "finish_reason": "eos", "score": score, "response_ids": list(range(len(kl))), "kl": kl,
-            "old_logprobs": [-1.0] * len(kl), "ref_logprobs": [-1.5] * len(kl)}  # fmt: skip
+            "old_logprobs": [-1.0] * len(kl), "ref_logprobs": [-1.5] * len(kl)}
 
 
 def own_rubric(prompt, text, finish_reason, row):
@@ -290,7 +298,7 @@ def test_kl_line():
     kls = [0.0, 0.05, 0.2, 0.4, 0.3]
     assert kl_line([{"iteration": n, "kl": kl} for n, kl in enumerate(kls, 1)]) == {
         "first": 0.0, "final": 0.3, "maximum": 0.4, "maximum_at": 4, "passed": True, "passed_at": 3,
-        "threshold": 0.1}  # fmt: skip
+        "threshold": 0.1}
     quiet = kl_line([{"iteration": 1, "kl": 0.1}])
     assert (quiet["passed"], quiet["passed_at"]) == (False, None)  # 0.1 is not past 0.1
 
@@ -335,7 +343,7 @@ def test_decomposition_by_hand():
 def test_a_finished_run_has_every_figure(tiny):
     f = read_json(tiny / "outputs/60_probe/figures.json")
     assert list(f) == ["factorial", "polite", "before_after", "kl", "card", "rollouts", "ledger",
-                       "best_of_n", "decomposition", "doses"]  # fmt: skip
+                       "best_of_n", "decomposition", "doses"]
     accuracy = read_json(tiny / "outputs/50_evaluate/results.json")["reward_accuracy"]
     card = f["card"]
     assert card["splits"]["heldout"]["right"] == accuracy["all"]["right"]
@@ -382,5 +390,5 @@ def test_without_rubric_and_probes_only_the_score_is_known(copy_of_tiny):
     assert f["polite"] == {"sft": None, "ppo": None}
     assert f["ledger"]["gold_peak"] is None and f["best_of_n"][0]["rubric"] is None
     assert {dose["factor"] for dose in f["doses"]} == {
-        "courtesy", "repeat", "stripped", "added", "empty", "sft"}  # fmt: skip
+        "courtesy", "repeat", "stripped", "added", "empty", "sft"}
     json.dumps(f, allow_nan=False)

@@ -19,25 +19,25 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from kernel import corpus
-from kernel.acquire import tiny_tokenizer
-from kernel.chat import Chat
-from kernel.data import updates_for
+from kernel.data import office
+from kernel.data.base import model_sha256
+from kernel.data.chat import Chat
+from kernel.data.draws import updates_for
+from kernel.data.tiny import tiny_tokenizer
 from kernel.lora import PROJECTIONS, add_lora
-from kernel.model import (
+from kernel.optim import Optimizer
+from kernel.ppo import gae, policy_loss, token_rewards, value_loss
+from kernel.roles import (
     Role,
     check_isolation,
     fingerprint,
     load_adapter,
     make_role,
-    model_sha256,
     parameter_counts,
     save_adapter,
 )
-from kernel.optim import Optimizer
-from kernel.ppo import gae, policy_loss, token_rewards, value_loss
-from kernel.profiles import PROFILES
 from kernel.rollout import as_lists, sample
+from kernel.run.profiles import PROFILES
 from kernel.score import (
     exact_kl,
     learned_reward,
@@ -52,11 +52,11 @@ QWEN = Qwen2Config(
     num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=32768,
     rope_theta=1000000.0, rms_norm_eps=1e-6, tie_word_embeddings=True,
     bos_token_id=151643, eos_token_id=151645, attn_implementation="eager",
-)  # fmt: skip
+)
 SMOLLM2 = LlamaConfig(
     vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
     num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
-)  # fmt: skip
+)
 
 
 # ---- shapes ------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def by_hand(width: int, keys: int, mlp: int, layers: int, r: int) -> int:
 @pytest.mark.parametrize("kind, config, keys, projections, adapter, head", [
     (Qwen2ForCausalLM, QWEN, 2 * 64, 168, 4_399_104, 897),
     (LlamaForCausalLM, SMOLLM2, 3 * 64, 210, 2_442_240, 577),
-])  # fmt: skip
+])
 def test_adapters_of_the_exact_architecture(kind, config, keys, projections, adapter, head):
     role, wrapped = shape_only(kind, config)
     width, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
@@ -162,7 +162,7 @@ def test_every_profile_keeps_what_the_reference_fixes(name):
 
 @pytest.mark.parametrize("name", ["qwen", "smollm2"])
 def test_budgets(name):
-    rows = {file: len(content) for file, content in corpus.build_corpus().items()}
+    rows = {file: len(content) for file, content in office.build_corpus().items()}
     sft, reward, ppo = (PROFILES[name][section] for section in ("sft", "reward", "ppo"))
     assert updates_for(sft["epochs"], rows["train/demonstrations.jsonl"], sft["batch"]) == 63
     pairs = updates_for(reward["epochs"], rows["train/pairs.jsonl"], reward["batch"])
@@ -190,7 +190,7 @@ def peak_gib() -> float:
 def test_one_ppo_iteration_in_full_size(tmp_path):
     """The steps 1 to 6 of 30_ppo.py, four roles of half a billion numbers each, 8 response tokens."""
     clock, seconds = time.perf_counter, {}
-    prompts = [row["prompt"] for row in corpus.build_corpus()["train/prompts.jsonl"]]
+    prompts = [row["prompt"] for row in office.build_corpus()["train/prompts.jsonl"]]
     folder = tmp_path / "qwen"
     torch.manual_seed(0)
     start = clock()
@@ -254,7 +254,7 @@ def test_one_ppo_iteration_in_full_size(tmp_path):
     rewards = token_rewards(
         scores, old_logprobs, ref_logprobs, mask, rollout.finished,
         config["kl_coef"], config["cutoff_penalty"],
-    )  # fmt: skip
+    )
     advantages, returns = gae(rewards, old_values, mask, config["gamma"], config["gae_lambda"])
     seconds["scoring"] = clock() - start
 

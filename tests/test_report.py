@@ -8,19 +8,11 @@ import random
 import numpy
 import pytest
 
-from kernel.report import (
-    POPULATIONS,
-    by_variant,
-    evaluation,
-    paired_bootstrap,
-    population,
-    rate,
-    results_table,
-    show,
-    summarise,
-    verdict,
-)
-from kernel.rubric import ACTIONS, REFUSALS, response, rubric
+from kernel.data.office_rubric import ACTIONS, REFUSALS, response, rubric
+from kernel.measure.answers import POPULATIONS, population, rate, summarise
+from kernel.measure.pairs import by_variant
+from kernel.measure.tables import results_table, show
+from kernel.measure.verdict import evaluation, paired_bootstrap, verdict
 
 # The action asked for is always number 0.
 GOOD = response(0, 1, False)
@@ -31,7 +23,7 @@ WRONG = response(3, 0, True)
 def answer(text, reason="eos", score=0.0, tokens=10, log_ratio=0.0, kl=0.0, where=("test", "c")):
     found = rubric("a prompt", text, reason, {"expected_action": ACTIONS[0]})
     return {"verdict": found, "text": text, "finish_reason": reason, "score": score, "tokens": tokens,
-            "log_ratio": log_ratio, "kl": kl, "population": where[0], "context": where[1]}  # fmt: skip
+            "log_ratio": log_ratio, "kl": kl, "population": where[0], "context": where[1]}
 
 
 SIX = [
@@ -99,7 +91,7 @@ def test_a_rubric_that_says_success_only():
     r = summarise([bare(True), bare(False), bare(True), bare(None)])
     assert (r["success"], r["success_rate"]) == (2, 2 / 3)  # unknown is neither right nor wrong
     for name in ("recognised", "uncertified", "relevant", "unsupported_certainty", "refusals",
-                 "recognised_rate", "relevant_rate", "polite_rate"):  # fmt: skip
+                 "recognised_rate", "relevant_rate", "polite_rate"):
         assert r[name] is None
     lines = results_table({"sft": {"test": r}})
     assert [cell.strip() for cell in lines[2].split("|")][4:9] == ["2 (0.67)", "-", "-", "-", "-"]
@@ -123,7 +115,7 @@ def test_further_keys_of_a_rubric_are_harmless():
 def test_differences_without_and_with_half_a_rubric():
     def answers(verdicts):
         return [bare(v, score=float(policy == "ppo"), context=str(n), policy=policy)
-                for policy, own in verdicts.items() for n, v in enumerate(own)]  # fmt: skip
+                for policy, own in verdicts.items() for n, v in enumerate(own)]
 
     none = evaluation(answers({"sft": [None, None], "ppo": [None, None]}), seed=1)
     assert none["differences"]["rubric"] is None and none["differences"]["score"]["mean"] == 1.0
@@ -138,7 +130,7 @@ def test_differences_without_and_with_half_a_rubric():
     ([f"row-{n}" for n in range(40)], {}),  # a number, no variant
     (["a", "b-P0", "c-P0", "d-P0", "e-P0", "f-P0"], {}),
     ([], {}),
-])  # fmt: skip
+])
 def test_variants_of_pairs(ids, groups):
     assert by_variant(ids) == groups
 
@@ -192,7 +184,7 @@ def percentile(values: list[float], percent: float) -> float:
     [0.5, -1.0, 2.0, 0.0, 0.25, 3.0, -0.5],
     [1, 0, 0, -1, 1],
     [float(n % 7) - 2 for n in range(200)],
-])  # fmt: skip
+])
 def test_bootstrap_against_a_slow_one(differences):
     got = paired_bootstrap(differences, seed=449, resamples=400)
     n = len(differences)
@@ -243,7 +235,7 @@ UNCLEAR = {"low": -0.1, "high": 0.1}
     (DOWN, DOWN, "worse"),
     (UNCLEAR, UNCLEAR, "no clear change"),
     (DOWN, UNCLEAR, "no clear change"),
-])  # fmt: skip
+])
 def test_verdict(score, rubric, label):  # case B26
     found, sentence = verdict(score, rubric)
     assert found == label and sentence.endswith(".")
@@ -251,7 +243,7 @@ def test_verdict(score, rubric, label):  # case B26
 
 
 @pytest.mark.parametrize("score,label", [(UP, "score up"), (UNCLEAR, "score not up"),
-                                         (DOWN, "score not up")])  # fmt: skip
+                                         (DOWN, "score not up")])
 def test_without_a_rubric_only_the_score_is_known(score, label):
     found, sentence = verdict(score, None)
     assert found == f"{label}, rubric unknown" and "Only that score is known" in sentence
@@ -272,7 +264,7 @@ def test_an_interval_that_touches_0_is_no_rise():
 def test_table_has_a_line_per_policy_and_population_and_shows_none_as_a_dash():
     policies = {"sft": [answer("Moon.")], "ppo": SIX}
     results = {p: {name: summarise(population(r, name)) for name in POPULATIONS}
-               for p, r in policies.items()}  # fmt: skip
+               for p, r in policies.items()}
     lines = results_table(results)
     assert len(lines) == 2 + 2 * len(POPULATIONS)
     assert len({line.count("|") for line in lines}) == 1

@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import PAD
 
-from kernel.model import load_adapter, make_role, save_adapter
 from kernel.reward import length, make_reward, own_function, reward_files, reward_terms, text_reward
+from kernel.roles import load_adapter, make_role, save_adapter
 
 CPU = torch.device("cpu")
 ASKED = {(5, 6): "Question one?", (7,): "Question two?"}

@@ -11,9 +11,9 @@ import torch
 
 import kernel.rollout as rollout
 from kernel.optim import Optimizer
-from kernel.preference import sft_loss
 from kernel.rollout import as_lists, sample
 from kernel.score import make_batch, pad_prompts, response_logprobs
+from kernel.supervised import sft_loss
 
 CPU = torch.device("cpu")
 EOS, PAD = 2, 0

@@ -5,8 +5,16 @@ import itertools
 
 import pytest
 
-from kernel import rubric
-from kernel.rubric import ACTIONS, CLOSING, GRAMMAR, OPENING, REFUSALS, evaluate_response, response
+from kernel.data import office_rubric
+from kernel.data.office_rubric import (
+    ACTIONS,
+    CLOSING,
+    GRAMMAR,
+    OPENING,
+    REFUSALS,
+    evaluate_response,
+    response,
+)
 
 KEYS = {
     "recognised",
@@ -178,9 +186,9 @@ def test_response_refuses_indices_outside_the_grammar(action, form):
 
 def test_the_seam_adds_success_and_wants_an_expectation():
     row = {"id": "OH000-P0", "expected_action": ACTIONS[0]}
-    good = rubric.rubric("any prompt", response(0, 1, True), "eos", row)
+    good = office_rubric.rubric("any prompt", response(0, 1, True), "eos", row)
     assert set(good) == KEYS | {"success"} and good["success"] is good["rubric_success"] is True
-    bad = rubric.rubric("any prompt", response(0, 2, True), "eos", row)
+    bad = office_rubric.rubric("any prompt", response(0, 2, True), "eos", row)
     assert bad["success"] is bad["rubric_success"] is False
     with pytest.raises(ValueError, match="OH000-P0.*expected_action"):
-        rubric.rubric("any prompt", "hello", "eos", {"id": "OH000-P0"})
+        office_rubric.rubric("any prompt", "hello", "eos", {"id": "OH000-P0"})

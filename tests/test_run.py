@@ -10,36 +10,36 @@ import pytest
 import torch
 from conftest import ROOT
 
-from kernel import run
+from kernel.run import flags, machine
 
 
 def given(**flags):
     return SimpleNamespace(**flags)
 
 
-@pytest.mark.parametrize("key", run.COUNTS)
+@pytest.mark.parametrize("key", flags.COUNTS)
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_count_must_be_positive(key, value):
     with pytest.raises(
         ValueError, match=f"--{key.replace('_', '-')} must be positive, not {value}"
     ):
-        run.override({key: 4}, given(**{key: value}))
+        flags.override({key: 4}, given(**{key: value}))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e15])
 def test_a_number_must_be_finite(value):
     with pytest.raises(ValueError, match="--learning-rate must be a finite number"):
-        run.override({"learning_rate": 1e-3}, given(learning_rate=value))
+        flags.override({"learning_rate": 1e-3}, given(learning_rate=value))
 
 
 def test_a_flag_replaces_its_setting_and_no_other():
     section = {"iterations": 4, "center_scores": True, "rollouts": 2}
-    merged = run.override(section, given(iterations=None, center_scores=False, log_every=3))
+    merged = flags.override(section, given(iterations=None, center_scores=False, log_every=3))
     assert merged == {"iterations": 4, "center_scores": False, "rollouts": 2}
 
 
 def test_settle_asks_for_deterministic_algorithms():
-    run.settle(1)
+    machine.settle(1)
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.get_num_threads() == 1
 
@@ -49,15 +49,15 @@ def test_settle_asks_for_deterministic_algorithms():
 
 def test_slowdown_is_a_ratio_of_two_times(monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr(run.time, "perf_counter", lambda: next(clock))
-    assert run.bfloat16_slowdown() == 1.0  # every product takes one tick
+    monkeypatch.setattr(flags.time, "perf_counter", lambda: next(clock))
+    assert machine.bfloat16_slowdown() == 1.0  # every product takes one tick
 
 
 PREPARE = """
 import sys; sys.path.insert(0, sys.argv[1])
 from kernel import acquire, run
-slowdown, model = float(sys.argv[2]), run.REPOSITORY / "models" / sys.argv[3]
-run.bfloat16_slowdown = lambda: slowdown
+slowdown, model = float(sys.argv[2]), files.REPOSITORY / "models" / sys.argv[3]
+machine.bfloat16_slowdown = lambda: slowdown
 acquire.acquire = lambda *_: model
 import runpy
 sys.argv = ["00_prepare.py", *sys.argv[4:]]

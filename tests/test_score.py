@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 import kernel.score as score
-from kernel.preference import sft_loss
 from kernel.score import (
     Batch,
     exact_kl,
@@ -28,6 +27,7 @@ from kernel.score import (
     score_pairs,
     vocab_logprobs,
 )
+from kernel.supervised import sft_loss
 
 CPU = torch.device("cpu")
 EOS, PAD = 2, 0

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kernel.chat import Chat
-from kernel.data import read_json, read_jsonl
-from kernel.model import make_role, parameter_counts
+from kernel.data.chat import Chat
+from kernel.data.files import read_json, read_jsonl
+from kernel.roles import make_role, parameter_counts
 from kernel.rollout import sample
 from kernel.score import make_batch, pad_prompts, response_scores
 

@@ -18,10 +18,10 @@ import torch
 from conftest import ROOT, last_line, run_stage, wait_until, without
 from safetensors.torch import load_file
 
-from kernel.data import read_json, read_jsonl, sha256_file, write_json, write_jsonl
-from kernel.model import load_adapter, make_role
-from kernel.profiles import PROFILES
-from kernel.state import load_state, newest_state
+from kernel.data.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
+from kernel.roles import load_adapter, make_role
+from kernel.run.profiles import PROFILES
+from kernel.run.state import load_state, newest_state
 
 TRAINED = ("10_sft", "20_reward", "30_ppo")
 
@@ -63,9 +63,9 @@ def test_reward_model_prefers_the_chosen_answers_of_the_test_pairs(tiny):
 
 
 def test_sft_succeeds_well_above_its_base(tiny):
-    from kernel.chat import Chat
+    from kernel.data.chat import Chat
+    from kernel.data.office_rubric import rubric
     from kernel.rollout import as_lists, sample
-    from kernel.rubric import rubric
     from kernel.score import pad_prompts
 
     config = read_json(tiny / "config.json")["common"]
@@ -392,7 +392,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_exactly(copy_of_tiny, tiny):
     done = run_stage("10_sft", "--run-dir", run)
     assert "going on after update" in done.stdout
     for name in ("checkpoints/10_sft/continuous/adapter.safetensors",
-                 "outputs/10_sft/continuous/metrics.jsonl"):  # fmt: skip
+                 "outputs/10_sft/continuous/metrics.jsonl"):
         assert sha256_file(run / name) == sha256_file(tiny / name)
 
 

@@ -15,8 +15,9 @@ import numpy
 import pytest
 import torch
 
-from kernel import data, state
-from kernel.state import (
+from kernel.data import files
+from kernel.run import state
+from kernel.run.state import (
     KEEP,
     content_hash,
     differences,
@@ -149,7 +150,7 @@ T = torch.tensor([1.0, 2.0, 3.0, 4.0])
     (1, 1.0), (1, True), (1, "1"), (None, "None"), ([], None), ({}, None), ({}, []),
     ([1, 2], [2, 1]), ([1], [1, 1]), ({"a": 1}, {"b": 1}),
     (0.1 + 0.2, 0.3),
-])  # fmt: skip
+])
 def test_hash_and_differences_see(left, right):
     a, b = {"x": {"y": left}, "z": 0}, {"x": {"y": right}, "z": 0}
     assert content_hash(a) != content_hash(b)
@@ -272,7 +273,7 @@ def manifest_of_another_kind(path):
 def manifest_without_identity(path):
     manifest = json.loads(manifest_path(path).read_text())
     del manifest["identity"]
-    data.write_json(manifest_path(path), manifest)
+    files.write_json(manifest_path(path), manifest)
 
 
 def manifest_not_text(path):
@@ -297,7 +298,7 @@ def a_folder(path):
 
 DAMAGES = [cut, emptied, longer, one_byte, no_manifest, cut_manifest, manifest_of_the_previous,
            previous_under_this_name, manifest_of_another_kind, manifest_without_identity,
-           manifest_not_text, symlink, dangling_symlink, a_folder]  # fmt: skip
+           manifest_not_text, symlink, dangling_symlink, a_folder]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -362,7 +363,7 @@ def test_a_failed_save_leaves_the_older_states(tmp_path, monkeypatch, fails_at):
     elif fails_at == "compression":
         monkeypatch.setattr(gzip, "compress", full)
     else:
-        monkeypatch.setattr(data.os, fails_at, full)
+        monkeypatch.setattr(files.os, fails_at, full)
     with pytest.raises(OSError, match="No space"):
         save_state(tmp_path, 3, example(3), IDENTITY)
     monkeypatch.undo()
@@ -392,8 +393,8 @@ def test_old_states_go_only_after_the_new_manifest_is_on_disk(tmp_path, monkeypa
 def test_every_write_is_flushed_to_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     order = []
     fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(data.os, "fsync", lambda fd: (order.append("fsync"), fsync(fd)))
-    monkeypatch.setattr(data.os, "replace", lambda a, b: (order.append(b.suffix), replace(a, b)))
+    monkeypatch.setattr(files.os, "fsync", lambda fd: (order.append("fsync"), fsync(fd)))
+    monkeypatch.setattr(files.os, "replace", lambda a, b: (order.append(b.suffix), replace(a, b)))
     save_state(tmp_path, 1, example(), IDENTITY)
     assert order == ["fsync", ".gz", "fsync", "fsync", ".json", "fsync"]
 
@@ -448,7 +449,7 @@ def with_a_fitting_manifest(folder, packed: bytes):
         "content_sha256": "0" * 64,
         "identity": IDENTITY,
     }
-    data.write_json(manifest_path(path), manifest)
+    files.write_json(manifest_path(path), manifest)
     return path
 
 

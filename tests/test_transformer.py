@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kernel.model import check_isolation, fingerprint, load_base
-from kernel.transformer import Attention, Cache, RMSNorm, Transformer, pack, rotate
+from kernel.data.base import load_base
+from kernel.fast.blocks import Attention, RMSNorm, rotate
+from kernel.fast.packed import pack
+from kernel.fast.transformer import Cache, Transformer
+from kernel.roles import check_isolation, fingerprint
 
 CPU = torch.device("cpu")
 ROWS = [[5, 6, 7, 8, 9], [5, 6, 7, 20, 21, 22, 2], [30], [5, 6, 7, 8, 9], [5, 6], [31, 2, 0, 32]]
@@ -86,7 +89,7 @@ VARIANTS = {
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -95,7 +98,7 @@ def test_variants_of_the_architectures_equal_the_stock_model(tmp_path, new_role,
     config = {
         "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, **changes,
-    }  # fmt: skip
+    }
     with torch.random.fork_rng():
         torch.manual_seed(8)
         kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}

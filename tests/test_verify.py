@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from kernel import lineage, verify
-from kernel.data import read_json, read_jsonl, sha256_file, write_json, write_jsonl
-from kernel.recompute import Run
+from kernel.data.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
+from kernel.finished import verify
+from kernel.finished.recompute import Run
+from kernel.run import lineage
 
 PPO = "outputs/30_ppo/continuous"
 
@@ -293,7 +294,7 @@ def test_the_first_thing_that_does_not_hold_is_named(copy_of_tiny, forge, wanted
 @pytest.mark.parametrize(
     "key", ["policy_loss_1", "value_loss_2", "clip_fraction_2", "approx_kl_2", "kl", "tokens",
             "explained_variance", "actor_lr"],
-)  # fmt: skip
+)
 def test_each_metric_follows_from_the_rollouts(copy_of_tiny, monkeypatch, key):
     """With the comparison against the state switched off, the arithmetic alone still tells."""
     metric(key, 0.01)(copy_of_tiny)
@@ -330,7 +331,7 @@ def test_verify_writes_nothing(copy_of_tiny):
         return {
             str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in copy_of_tiny.rglob("*")
             if p.is_file() and p.name != ".lock"
-        }  # fmt: skip
+        }
 
     before = snapshot()
     env = {**os.environ, "DEBUG": ""}

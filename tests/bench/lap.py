@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from kernel.chat import Chat
-from kernel.data import Draws, read_json, read_jsonl
-from kernel.metrics import peak_memory_mib
-from kernel.profiles import PROFILES
-from kernel.run import REPOSITORY
+from kernel.data.chat import Chat
+from kernel.data.draws import Draws
+from kernel.data.files import REPOSITORY, read_json, read_jsonl
+from kernel.run.clocks import peak_memory_mib
+from kernel.run.profiles import PROFILES
 
 
 def begin() -> tuple[argparse.Namespace, dict, list[list[int]]]:

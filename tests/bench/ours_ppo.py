@@ -3,11 +3,11 @@
 import torch
 from lap import Stopwatch, begin
 
-from kernel.model import make_role
 from kernel.optim import Optimizer
 from kernel.ppo import gae, policy_loss, token_rewards, value_loss
+from kernel.roles import make_role
 from kernel.rollout import as_lists, sample
-from kernel.run import settle
+from kernel.run.machine import settle
 from kernel.score import (
     exact_kl,
     learned_reward,
@@ -54,7 +54,7 @@ for start in range(0, len(prompts), rollouts):
     rewards = token_rewards(
         scores, old_logprobs, ref_logprobs, mask, rollout.finished,
         config["kl_coef"], config["cutoff_penalty"],
-    )  # fmt: skip
+    )
     advantages, returns = gae(rewards, old_values, mask, config["gamma"], config["gae_lambda"])
     watch.mark("scoring")
 

@@ -48,7 +48,7 @@ def run_lanes(python: str, script: str, lanes: int, threads: int, args) -> list[
         python, str(FOLDER / script), "--run-dir", str(args.run_dir.resolve()),
         "--threads", str(threads), "--iterations", str(args.iterations),
         "--response-tokens", str(args.response_tokens),
-    ]  # fmt: skip
+    ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(lanes)]
     try:

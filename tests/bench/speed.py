@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kernel import score  # noqa: E402
-from kernel.lora import Prepacked  # noqa: E402
-from kernel.model import make_role  # noqa: E402
+from kernel.fast.merged import Prepacked  # noqa: E402
+from kernel.roles import make_role  # noqa: E402
 from kernel.rollout import sample  # noqa: E402
 
 SHARED, PROMPT, ANSWER, STEPS = 15, 59, 26, 16  # tokens
@@ -47,7 +47,7 @@ generator = torch.Generator().manual_seed(0)
 config = {
     "model_dir": args.model_dir, "base_dtype": args.base_dtype,
     "lora_r": 8, "lora_alpha": 16,
-}  # fmt: skip
+}
 role = make_role("reward", config, torch.device("cpu"), seed=0, head="normal")
 for name, p in role.learned().items():
     if name.endswith(".B"):

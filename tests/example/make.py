@@ -17,7 +17,7 @@ SENDERS = ("Dana", "Omar", "Lucia", "Peter")
 TOPICS = (
     "the budget", "the website", "the audit", "the summer party", "the hiring plan", "the survey",
     "the new office", "the training",
-)  # fmt: skip
+)
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 FAULTS = ("decision", "day", "length", "greeting")
 PADDING = (

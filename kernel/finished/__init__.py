@@ -1,0 +1,4 @@
+"""What is done with a finished run: verify it, export it, ask its policies.
+
+Nothing here trains.
+"""
