@@ -17,7 +17,9 @@ from kernel.data.draws import Draws
 from kernel.data.files import read_json, read_jsonl
 from kernel.data.own_code import load_rubric
 from kernel.measure import iteration, judge, ledger, probe, tables, verdict
+from kernel.measure.answers import answer_figures, paired
 from kernel.measure.courtesy import count_courtesy
+from kernel.measure.pairs import pair_figures
 from kernel.optim import learning_rate
 from kernel.run import state
 from kernel.run.folder import TRAINED, RunFolder
@@ -181,7 +183,7 @@ def evaluation(run: RunFolder) -> str:
         where = f"50_evaluate answers.jsonl {row['policy']} {row['id']}"
         for key in ("policy", "id", "text", "finish_reason", "prompt"):
             equal(f"{where} {key}", row[key], source[key])
-        for key, value in answers.answer_figures(source, labels[row["id"]], rubric).items():
+        for key, value in answer_figures(source, labels[row["id"]], rubric).items():
             equal(f"{where} {key}", row[key], value)
     seed = run.record("50_evaluate")["identity"]["evaluate"]["bootstrap_seed"]
     figures = verdict.evaluation(answers, seed)
@@ -190,7 +192,7 @@ def evaluation(run: RunFolder) -> str:
     pairs = run.rows("outputs/50_evaluate/pairs.jsonl")
     wanted = [row["id"] for row in run.rows("data/heldout/pairs.jsonl")]
     equal("50_evaluate pairs.jsonl ids", [row["id"] for row in pairs], wanted)
-    accuracy = pairs.pair_figures(pairs)
+    accuracy = pair_figures(pairs)
     equal("50_evaluate results.json reward_accuracy", stored["reward_accuracy"], accuracy)
     table = (run.dir / "outputs/50_evaluate/table.md").read_text(encoding="utf-8")
     lines = tables.table_lines(figures, accuracy, len(answers))
@@ -207,7 +209,7 @@ def probes(run: RunFolder) -> str:
     path = folder / "probes.jsonl"
     candidates = read_jsonl(path) if path.stat().st_size else []  # a corpus need not have probes
     answers = run.rows("outputs/50_evaluate/answers.jsonl")
-    both = answers.answered(answers)
+    both = paired(answers)
     asked = {sft["context"]: sft for sft, _ in both}
     probe_rows(run, candidates, pairs, doses, samples, asked)
     rollouts = ledger.judged_rollouts(
