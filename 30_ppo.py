@@ -43,6 +43,7 @@ PROMPTS = "data/train/prompts.jsonl"
 DEMONSTRATIONS = "data/train/demonstrations.jsonl"
 SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
 WRITES = ["checkpoints/30_ppo", "outputs/30_ppo"]
+ZERO_POINT = 32  # demonstrations whose mean score is the zero point
 
 
 def reads(settings: dict) -> list[str]:
@@ -78,7 +79,7 @@ stage = TrainedStage.begin("30_ppo", "ppo", args, reads, WRITES)
 config, device = stage.config, stage.device
 if config["reward"] != "judge" and not args.name:
     raise ValueError(
-        f"--reward {config['reward']} goes with --name NAME: 50 and 60 judge by the judge"
+        f"--reward {config['reward']} goes with --name NAME: stages 50 and 60 score with the judge"
     )
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "critic.safetensors", "metrics.jsonl", "rollouts.jsonl"))
@@ -88,8 +89,8 @@ if stage.variant == "check":
 chat = Chat(config)
 rows = read_jsonl(stage.dir / PROMPTS)
 prompts = chat.encode_prompts(rows, PROMPTS)
-shown = spread(read_jsonl(stage.dir / DEMONSTRATIONS), 32)  # enough for a zero point
-demonstrations = chat.encode_answers(shown, "response", DEMONSTRATIONS)
+known = spread(read_jsonl(stage.dir / DEMONSTRATIONS), ZERO_POINT)
+demonstrations = chat.encode_answers(known, "response", DEMONSTRATIONS)
 draws = Draws(len(prompts), config["sampler_seed"])
 generator = torch.Generator().manual_seed(config["generation_seed"])
 
@@ -115,7 +116,7 @@ actor_optimizer = Optimizer(actor.learned(), updates, config["actor_lr"], config
 critic_optimizer = Optimizer(critic.learned(), updates, config["critic_lr"], config)
 
 # Always looked at: whatever is wrong with a reward function of one's own shows before the loop.
-zero_point = reward_answers(reward, demonstrations, shown, chat.pad_id, device).mean().item()
+zero_point = reward_answers(reward, demonstrations, known, chat.pad_id, device).mean().item()
 # A zero critic meets scores far from zero: at first every answer would look good (or bad).
 center = zero_point if config["center_scores"] else 0.0
 

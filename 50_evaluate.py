@@ -38,6 +38,7 @@ PAIRS = "data/heldout/pairs.jsonl"
 REWARD = "checkpoints/20_reward/continuous/adapter.safetensors"
 READS = [GENERATIONS, LABELS, RUBRIC, PAIRS, REWARD]
 WRITES = ["outputs/50_evaluate"]
+SWAPPED = 0.4  # accuracy below which chance is no explanation
 
 # ---- flags --------------------------------------------------------------------------------------
 
@@ -63,7 +64,7 @@ pairs = chat.encode_pairs(pair_rows, PAIRS)
 
 # ---- model --------------------------------------------------------------------------------------
 
-reward = load_role("reward", stage.dir / REWARD, config, stage.run.base_sha256, device)
+judge = load_role("reward", stage.dir / REWARD, config, stage.run.base_sha256, device)
 
 # ---- loop: one verdict and one score per answer, two scores per pair ---------------------------
 
@@ -74,11 +75,11 @@ for row in answers:
 distinct = list({(row["prompt"], tuple(row["response_ids"])) for row in answers})
 distinct.sort()  # each text is scored once, in an order that does not depend on the process
 encoded = [(chat.prompt_ids(prompt), list(response)) for prompt, response in distinct]
-scores = score_answers(reward, encoded, chat.pad_id, device)
+scores = score_answers(judge, encoded, chat.pad_id, device)
 score_of = dict(zip(distinct, scores.tolist()))
 for row in answers:
     row["score"] = score_of[row["prompt"], tuple(row["response_ids"])]
-for row, chosen, rejected in zip(pair_rows, *score_pairs(reward, pairs, chat.pad_id, device)):
+for row, chosen, rejected in zip(pair_rows, *score_pairs(judge, pairs, chat.pad_id, device)):
     row |= {"chosen_score": chosen.item(), "rejected_score": rejected.item()}
 
 # ---- figures ------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ for row, chosen, rejected in zip(pair_rows, *score_pairs(reward, pairs, chat.pad
 figures = evaluation(answers, config["bootstrap_seed"])
 differences, verdict = figures["differences"], figures["verdict"]
 accuracy = pair_figures(pair_rows)
-if accuracy["all"]["accuracy"] < 0.4:
+if accuracy["all"]["accuracy"] < SWAPPED:
     print("  HINT: the judge prefers the rejected answers; are the columns swapped?")
 
 # ---- summary ------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ READS = [PROBES, *PAIRS.values(), PROMPTS, TRAIN_LABELS, LABELS, RUBRIC, METRICS
          PAIR_SCORES, SFT, REWARD]
 WRITES = ["outputs/60_probe"]
 SIDES = ("chosen", "rejected")
+CONTEXTS = 20  # whose answers are looked at where there are no probes
 SHOWN = ["data/manifest.json", "outputs/**/*.json*"]  # by the report
 
 # ---- flags --------------------------------------------------------------------------------------
@@ -101,27 +102,27 @@ pair_ids = {split: chat.encode_pairs(rows, PAIRS[split]) for split, rows in pair
 answers = read_jsonl(stage.dir / ANSWERS)
 both = paired(answers)
 asked = [sft for sft, _ in both if sft["population"] == "probe"]
-asked = asked or spread([sft for sft, _ in both], 20)  # a corpus need not have probes
+asked = asked or spread([sft for sft, _ in both], CONTEXTS)  # a corpus need not have probes
 labels = {row["id"]: row for row in read_jsonl(stage.dir / LABELS)}
 rubric = load_rubric(stage.dir / RUBRIC)
 
 # ---- model --------------------------------------------------------------------------------------
 
 actor = load_role("actor", stage.dir / SFT, config, stage.run.base_sha256, device)
-reward = load_role("reward", stage.dir / REWARD, config, stage.run.base_sha256, device)
-judge_before = frozen_fingerprints([reward])
+judge = load_role("reward", stage.dir / REWARD, config, stage.run.base_sha256, device)
+judge_before = frozen_fingerprints([judge])
 bar = stage.bar(0, len(PAIRS) + len(asked))  # splits, then contexts
 
 
-def judge(answers: list[tuple]) -> list[float]:
-    """Scores of (prompt, response) id lists."""
-    return score_answers(reward, answers, chat.pad_id, device).tolist() if answers else []
+def scored(answers: list[tuple]) -> list[float]:
+    """The judge's scores of (prompt, response) id lists."""
+    return score_answers(judge, answers, chat.pad_id, device).tolist() if answers else []
 
 
 
 # ---- scores of fixed answers: probe candidates, pairs -------------------------------------------
 
-for row, score in zip(probes, judge(candidates)):
+for row, score in zip(probes, scored(candidates)):
     row["score"] = score
 known = {(tuple(p), tuple(r)): row["score"] for (p, r), row in zip(candidates, probes)}
 
@@ -131,7 +132,7 @@ for split, rows in pairs.items():
     if split == "heldout":
         scores = [[heldout[row["id"]][f"{side}_score"] for row in rows] for side in SIDES]
     else:
-        scores = [s.tolist() for s in score_pairs(reward, pair_ids[split], chat.pad_id, device)]
+        scores = [s.tolist() for s in score_pairs(judge, pair_ids[split], chat.pad_id, device)]
     for row, (_, *ids), *found in zip(rows, pair_ids[split], *scores):
         pair_row = {"split": split, "id": row["id"]}
         for side, response, score in zip(SIDES, ids, found):
@@ -154,7 +155,7 @@ for sft in asked:
         actor, [prompt] * config["samples"], chat.response_limit, chat.eos_id, chat.pad_id, device,
         generator,
     )
-    scores = judge([(prompt, response) for response in batch.responses])
+    scores = scored([(prompt, response) for response in batch.responses])
     for number, (ids, score, ended) in enumerate(zip(batch.responses, scores, finished)):
         text, reason = chat.decode(ids), "eos" if ended else "length"
         verdict = rubric(sft["prompt"], text, reason, labels[sft["id"]])
@@ -178,7 +179,7 @@ for sft in asked:
             continue
         encoded[row["text"]] = tuple(prompt), tuple(ids)
     new = [key for key in dict.fromkeys(encoded.values()) if key not in known]
-    known |= dict(zip(new, judge([(list(p), list(r)) for p, r in new])))
+    known |= dict(zip(new, scored([(list(p), list(r)) for p, r in new])))
     doses += [{**row, "score": known.get(encoded.get(row["text"]))} for row in made]
     doses.append(
         {"context": sft["context"], "factor": "sft", "dose": None, "text": sft["text"],
@@ -200,7 +201,7 @@ figures = all_figures(
 
 # ---- summary ------------------------------------------------------------------------------------
 
-if frozen_fingerprints([reward]) != judge_before:
+if frozen_fingerprints([judge]) != judge_before:
     raise ValueError("the judge changed while it scored")
 for name, before in stage.parents.items():
     if sha256_file(stage.dir / name) != before:
@@ -220,7 +221,7 @@ for name, content in (("table", lines), ("before_after", before_after_lines(both
     write_atomic(files[-1], "\n".join(content) + "\n")
 held, change = figures["card"]["splits"]["heldout"], figures["before_after"]
 stage.finish(
-    f"the judge orders {held['right']} of {held['pairs']} held-out pairs rightly; score of the answers "
+    f"the judge ranks {held['right']} of {held['pairs']} held-out pairs correctly; score of the answers "
     f"{change['sft']:+.2f} -> {change['ppo']:+.2f} over {change['contexts']} prompts",
     files,
 )

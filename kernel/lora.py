@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-# The seven projections of a Llama or Qwen2 block; LoRA wraps all of them in every layer.
+# The seven projections of a Llama, Qwen2 or Qwen3 block; LoRA wraps all of them in every layer.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

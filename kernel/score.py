@@ -41,7 +41,7 @@ def make_batch(answers: Iterable[tuple[list, list]], pad_id: int, device) -> Bat
     return Batch(prompts, responses, ids.to(device), mask.to(device), packed)
 
 
-def read(role: Role, batch: Batch, places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def states_at(role: Role, batch: Batch, places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Last hidden states at chosen places of the rows, (N, D) in the base dtype.
 
     places (B, T) int64 counts the tokens of a row, prompt first; wanted (B, T) bool says which of them
@@ -65,7 +65,7 @@ def by_token(numbers: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def states_before(role: Role, batch: Batch) -> torch.Tensor:
     """Hidden states from which the active response tokens were predicted, (N, D) row by row."""
-    return read(role, batch, response_places(batch) - 1, batch.response_mask)
+    return states_at(role, batch, response_places(batch) - 1, batch.response_mask)
 
 
 def active_logits(role: Role, batch: Batch) -> torch.Tensor:
@@ -105,9 +105,9 @@ def response_scores(role: Role, batch: Batch) -> torch.Tensor:
     tokens = mask.sum(1, keepdim=True)  # (B, 1)
     if role.pooling == "last":
         last = places[:, :1] + tokens - 1  # (B, 1)
-        states = read(role, batch, last, torch.ones_like(last, dtype=torch.bool))  # (B, D)
+        states = states_at(role, batch, last, torch.ones_like(last, dtype=torch.bool))  # (B, D)
         return role.head(states.float())[:, 0]
-    values = role.head(read(role, batch, places, mask).float())[:, 0]  # (N,)
+    values = role.head(states_at(role, batch, places, mask).float())[:, 0]  # (N,)
     return by_token(values, mask).sum(1) / tokens[:, 0]
 
 

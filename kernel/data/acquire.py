@@ -100,9 +100,7 @@ def from_wheel(base: dict, folder: Path) -> None:
         check_sha256(gguf, base["gguf_sha256"])
         tokenizer = AutoTokenizer.from_pretrained(work, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(
-            work,
-            gguf_file=gguf.name,
-            quantization_config=GgufConfig(dequantize=True),
+            work, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True),
             dtype=torch.float32,
         ).to(torch.bfloat16)
         if hasattr(model.config, "quantization_config"):

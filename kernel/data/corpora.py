@@ -7,9 +7,7 @@ CORPORA = {
     "office": Corpus(
         office.NAME, office.FIELDS, office.RUBRIC, office.build_corpus, office_audit.audit
     ),
-    "lesson": Corpus(
-        lesson.NAME, lesson.FIELDS, lesson.RUBRIC, lesson.build_corpus, lesson.audit
-    ),
+    "lesson": Corpus(lesson.NAME, lesson.FIELDS, lesson.RUBRIC, lesson.build_corpus, lesson.audit),
     "two-rewards": Corpus(
         two_rewards.NAME, two_rewards.FIELDS, office.RUBRIC, two_rewards.build_corpus, two_rewards.audit
     ),

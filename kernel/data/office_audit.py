@@ -20,14 +20,8 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
         return ((file, number, row) for file in files for number, row in enumerate(rows[file], 1))
 
     count = dict.fromkeys(
-        (
-            "prompt_hashes_right",
-            "chosen_pass",
-            "rejected_fail",
-            "demonstrations_pass",
-            "probes_agree_with_rubric",
-        ),
-        0,
+        ("prompt_hashes_right", "chosen_pass", "rejected_fail", "demonstrations_pass",
+         "probes_agree_with_rubric"), 0,
     )
     for file in [*FIELDS, *rows]:
         check(file in FIELDS, file, 1, "unknown file")
@@ -35,26 +29,17 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
     for file, number, row in each(*FIELDS):
         check(isinstance(row, dict), file, number, "not a JSON object")
         # An extra field is a fault too: a target in a prompt file is what must not happen.
-        check(
-            set(row) == set(FIELDS[file]),
-            file,
-            number,
-            f"fields are {list(row)}, wanted {list(FIELDS[file])}",
-        )
+        fields = f"fields are {list(row)}, wanted {list(FIELDS[file])}"
+        check(set(row) == set(FIELDS[file]), file, number, fields)
         for name, value in row.items():
             check(type(value) is TYPES.get(name, str), file, number, f"{name}: wrong type")
         check(row.get("expected_action", ACTIONS[0]) in ACTIONS, file, number, "unknown action")
         if "prompt" in row:
-            check(
-                row["prompt_sha256"] == sha256(row["prompt"]), file, number, "wrong prompt_sha256"
-            )
+            right = row["prompt_sha256"] == sha256(row["prompt"])
+            check(right, file, number, "wrong prompt_sha256")
             prompt = normalise(row["prompt"])
-            check(
-                not any(normalise(phrase) in prompt for phrase in PHRASES.values()),
-                file,
-                number,
-                "the prompt gives an answer away",
-            )
+            told = any(normalise(phrase) in prompt for phrase in PHRASES.values())
+            check(not told, file, number, "the prompt gives an answer away")
             count["prompt_hashes_right"] += 1
 
     # Leaks: a family or prompt belongs to one split, near-copies included; probes are a fourth.
@@ -68,12 +53,8 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
         check(known == split, file, number, f"family {family} is in {known} and in {split}")
         if "prompt" in row:
             at = prompt_at.setdefault(normalise(row["prompt"]), (split, file, number))
-            check(
-                at[0] == split,
-                file,
-                number,
-                f"prompt is also in {at[1]} row {at[2]} (after normalisation)",
-            )
+            also = f"prompt is also in {at[1]} row {at[2]} (after normalisation)"
+            check(at[0] == split, file, number, also)
 
     pair_files = ("train/pairs.jsonl", "validation/pairs.jsonl", "heldout/pairs.jsonl")
     demo_file, probe_file = "train/demonstrations.jsonl", "heldout/probes.jsonl"
@@ -86,12 +67,8 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
     for file, number, row in each(*pair_files):
         action = action_of.setdefault(row["family"], row["expected_action"])
         check(row["expected_action"] == action, file, number, "action differs within the family")
-        check(
-            normalise(row["chosen"]) != normalise(row["rejected"]),
-            file,
-            number,
-            "chosen equals rejected",
-        )
+        same = normalise(row["chosen"]) == normalise(row["rejected"])
+        check(not same, file, number, "chosen equals rejected")
         verdict = evaluate_response(row["chosen"], "eos", action)
         check(verdict["rubric_success"], file, number, f"chosen fails: {verdict['reason']}")
         count["chosen_pass"] += 1
@@ -105,19 +82,11 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
 
     prompt_of: dict[str, str] = {}
     for file, number, row in each(probe_file):
-        check(
-            prompt_of.setdefault(row["context"], row["prompt"]) == row["prompt"],
-            file,
-            number,
-            f"prompt differs within {row['context']}",
-        )
+        same = prompt_of.setdefault(row["context"], row["prompt"]) == row["prompt"]
+        check(same, file, number, f"prompt differs within {row['context']}")
         verdict = evaluate_response(row["candidate"], "eos", row["expected_action"])
-        check(
-            verdict["rubric_success"] == row["correct"],
-            file,
-            number,
-            f"correct disagrees with the rubric: {verdict['reason']}",
-        )
+        fits = verdict["rubric_success"] == row["correct"]
+        check(fits, file, number, f"correct disagrees with the rubric: {verdict['reason']}")
         check(verdict["polite"] == row["polite"], file, number, "polite disagrees with the rubric")
         count["probes_agree_with_rubric"] += 1
 
@@ -126,12 +95,8 @@ def audit(rows: dict[str, list[dict]], seed: int = SEED) -> dict:
         for number, (row, want) in enumerate(zip(rows[file], wanted), 1):
             wrong = [name for name in want if row[name] != want[name]]
             check(not wrong, file, number, f"not as constructed ({want['id']}): {', '.join(wrong)}")
-        check(
-            len(rows[file]) == len(wanted),
-            file,
-            min(len(rows[file]), len(wanted)) + 1,
-            f"the file has {len(rows[file])} rows, wanted {len(wanted)}",
-        )
+        have, least = len(rows[file]), min(len(rows[file]), len(wanted))
+        check(have == len(wanted), file, least + 1, f"the file has {have} rows, wanted {len(wanted)}")
 
     splits = list(split_of.values())
     return {

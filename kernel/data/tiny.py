@@ -44,9 +44,7 @@ def tiny_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=special,
-        initial_alphabet=sorted(alphabet),
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=sorted(alphabet),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
@@ -65,18 +63,11 @@ def pretrain_tiny(
     torch.manual_seed(base["seed"])
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=base["vocabulary"],
-            hidden_size=base["hidden_size"],
-            intermediate_size=base["mlp"],
-            num_hidden_layers=base["layers"],
-            num_attention_heads=base["heads"],
-            num_key_value_heads=base["kv_heads"],
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=2,
-            attn_implementation="eager",
+            vocab_size=base["vocabulary"], hidden_size=base["hidden_size"],
+            intermediate_size=base["mlp"], num_hidden_layers=base["layers"],
+            num_attention_heads=base["heads"], num_key_value_heads=base["kv_heads"],
+            max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=0,
+            bos_token_id=None, eos_token_id=2, attn_implementation="eager",
         )
     )
     order = random.Random(base["seed"])
@@ -88,8 +79,7 @@ def pretrain_tiny(
             if order.random() < base["pretrain_echo"]:
                 answer = prompt  # repeating the user teaches to look back, and nothing of the task
             messages = [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": prompt},
+                {"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt},
                 {"role": "assistant", "content": answer},
             ]
             text = tokenizer.apply_chat_template(messages, tokenize=False)

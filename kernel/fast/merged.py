@@ -15,17 +15,22 @@ class LoRAFunction(torch.autograd.Function):
     other; adapters A1 (r, in), B1 (out1, r), A2, B2, ... FP32, one pair per projection, their outputs
     add up to out. Returns (N, out) in the base dtype. The plain twin is `LoRALinear.forward`.
 
+    With y = x W^T + s (x A^T) B^T and g = dL/dy:
+        dL/dx = g W + s (g B) A,   dL/dB = s g^T (x A^T),   dL/dA = s (g B)^T x;   W is frozen.
+
     NOTE: everything of rank r is kept as (r, N), the long axis last: skinny products are up to ten
     times slower the other way round.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, scale, *adapters):
-        A, B = torch.cat(adapters[::2]), adapters[1::2]
-        low = A @ x.float().T  # (r per projection, N) FP32
+        A, B = torch.cat(adapters[::2]), adapters[1::2]  # A: (r of all projections, in)
+        low = A @ x.float().T  # (r per projection, N) FP32: one product for all projections
         out = F.linear(x, weight, bias).float()  # (N, out); the sum is made in place
         for part, low_i, B_i in zip(by_projection(out, B), low.chunk(len(B)), B):
             part.addmm_(low_i.T, B_i.T, alpha=scale)
+        # Saved: x in the base dtype, not its FP32 copy, and `low`, which dL/dB needs and which is r / in
+        # as large as x. `weight` and the adapters are saved by reference.
         ctx.save_for_backward(x, weight, low, *adapters)
         ctx.scale = scale
         return out.to(x.dtype)
@@ -35,13 +40,15 @@ class LoRAFunction(torch.autograd.Function):
         x, weight, low, *adapters = ctx.saved_tensors
         A, B = torch.cat(adapters[::2]), adapters[1::2]
         parts = by_projection(grad_out.float(), B)  # (N, out of each)
+        # s (g B)^T first: dL/dx and dL/dA are both made from it.
         grad_low = torch.cat([B_i.T @ part.T for B_i, part in zip(B, parts)]).mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:  # not for the first layer: nothing below it is trained
+            # The large product in the base dtype, the small one added in FP32, rounded once.
             grad_x = (grad_out @ weight).float().addmm_(grad_low.T, A).to(x.dtype)
         grad_A = (grad_low @ x.float()).chunk(len(B))  # (r, in) each
         grad_B = [(low_i @ part).T * ctx.scale for low_i, part in zip(low.chunk(len(B)), parts)]
-        pairs = [grad for pair in zip(grad_A, grad_B) for grad in pair]
+        pairs = [grad for pair in zip(grad_A, grad_B) for grad in pair]  # as they came: A1, B1, A2, ...
         return grad_x, None, None, None, *pairs
 
 

@@ -1,7 +1,7 @@
 """The forward pass of a role, written out: Llama, Qwen2 and Qwen3 blocks over packed tokens.
 
 The weights stay where the stock model keeps them (`role.lm`), and decoding from a bfloat16 base on a CPU
-adds a prepacked copy (`kernel.lora.Prepacked`); the way through them is ours:
+adds a prepacked copy (`merged.Prepacked`); the way through them is ours:
 
     packed tokens   every distinct prefix of the rows is one token. A prompt that several rows share
                     is read once, and there is no padding outside attention.

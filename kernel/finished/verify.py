@@ -18,11 +18,11 @@ from kernel.data.corpora import CORPORA
 from kernel.data.corpus import check_corpus
 from kernel.data.files import REPOSITORY, read_json, read_jsonl, sha256_file
 from kernel.finished import recompute
-from kernel.finished.recompute import TRAINED, equal
+from kernel.finished.recompute import equal
 from kernel.gate import layout
 from kernel.run import lineage, state
 from kernel.run.errors import one_line_errors
-from kernel.run.folder import RunFolder
+from kernel.run.folder import TRAINED, RunFolder
 from kernel.run.lock import lock_folder
 from kernel.run.machine import versions
 

@@ -122,9 +122,7 @@ def too_few(folder: Path, rows: dict[str, list[Row]], profile: str, faults: Faul
     settings = PROFILES[profile]
     pairs = {split: sum(row.split == split for row in rows["pairs.jsonl"]) for split in SPLITS}
     for split, least in (
-        ("train", settings["reward"]["batch"]),
-        ("validation", LEAST),
-        ("test", LEAST),
+        ("train", settings["reward"]["batch"]), ("validation", LEAST), ("test", LEAST),
     ):
         if pairs[split] < least:
             text = f"{pairs[split]} {split} pairs, at least {least} are needed"

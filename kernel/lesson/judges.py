@@ -93,7 +93,7 @@ def calibration(lab: Lab, settings: dict) -> Result:
     panels = [
         {
             "title": "reliability on the test pairs", "x": "the judge's probability for its choice",
-            "y": "ordered rightly", "diagonal": True, "dots": True,
+            "y": "ranked correctly", "diagonal": True, "dots": True,
             "lines": {
                 name: ([b["confidence"] for b in own], [b["accuracy"] for b in own])
                 for name, own in bins.items()

@@ -98,9 +98,7 @@ def kl_sweep(lab: Lab, settings: dict) -> Result:
     for name, figures in arms.items():
         kl = kl_line(figures)
         _, last = ends(figures, "kl")
-        rows.append(
-            [name, *ends(figures, "score"), last, kl["maximum"], *ends(figures, "rubric")]
-        )
+        rows.append([name, *ends(figures, "score"), last, kl["maximum"], *ends(figures, "rubric")])
     # on the frontier: no other run has at least the score with at most the KL
     for row in rows:
         beaten = any(o[2] >= row[2] and o[3] <= row[3] and o[2:4] != row[2:4] for o in rows)

@@ -1,4 +1,4 @@
-"""Pairs of answers: how many does the judge order rightly?"""
+"""Pairs of answers: how many does the judge rank correctly?"""
 
 import numpy
 

@@ -228,11 +228,8 @@ def write_page(run_dir: Path) -> list[Path]:
     """Write outputs/60_probe/report.html and report.md of a run folder; returns their paths."""
     template = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=jinja2.select_autoescape(["html"]),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+        autoescape=jinja2.select_autoescape(["html"]), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )
     template.filters |= {"number": number, "short": short, "share": share}
     try:

@@ -161,7 +161,7 @@ def intervals(
 
 
 def reliability(cards: dict[str, list[dict]]) -> str:
-    """Claimed against observed share of pairs ordered rightly, per bin; larger dots hold more pairs."""
+    """Claimed against observed share of pairs ranked correctly, per bin; larger dots hold more pairs."""
 
     def draw(axes):
         axes.plot([0.5, 1], [0.5, 1], color=MUTED, linewidth=1, linestyle=STYLES[2], label="ideal")
@@ -174,7 +174,7 @@ def reliability(cards: dict[str, list[dict]]) -> str:
                 marker=MARKERS[n], linewidth=0, label=label,
             )
         axes.set_xlabel("the judge's probability for its choice")
-        axes.set_ylabel("ordered rightly")
+        axes.set_ylabel("ranked correctly")
         axes.set_xlim(0.48, 1.02)
         percent(axes.xaxis)
         percent(axes.yaxis)
@@ -238,11 +238,7 @@ def doses(rows: list[dict]) -> str:
                     alpha=0.12, linewidth=0,
                 )
             axes.plot(
-                xs,
-                ys,
-                color=SERIES[n % 4],
-                linestyle=STYLES[n % 4],
-                marker=MARKERS[n % 4],
+                xs, ys, color=SERIES[n % 4], linestyle=STYLES[n % 4], marker=MARKERS[n % 4],
                 label=factor,
             )
         axes.set_xlabel("dose: formulas added, or times repeated")

@@ -62,7 +62,7 @@ METRICS = {
                             "cross-entropy per token on validation answers, against its first value",
                             "falls; rising means learning by heart"),
     "reward validation accuracy": ("20_reward", "validation_accuracy", "last", 0.65, None,
-                                   "share of validation pairs ordered rightly",
+                                   "share of validation pairs ranked correctly",
                                    "well above 0.5; about 0.72 where people made the preferences"),
 }
 
