@@ -47,12 +47,11 @@ def arm(moment: str, rows: int, calls: int) -> None:
 
     Of the calls after that, the one number `calls` (from 0) is the last: a rollout takes many.
     """
-    import kernel.metrics
-    import kernel.state
-
-    import kernel.data
     import kernel.optim
     import kernel.rollout
+    from kernel.data.files import dumps
+    from kernel.run import state
+    from kernel.run.records import Records
 
     written, left = 0, calls
 
@@ -82,7 +81,7 @@ def arm(moment: str, rows: int, calls: int) -> None:
 
     def half_a_line(records, row) -> None:
         if now():
-            records.file.write(kernel.data.files.dumps(row).encode()[:20])
+            records.file.write(dumps(row).encode()[:20])
             records.file.flush()
             die()
 
@@ -94,20 +93,20 @@ def arm(moment: str, rows: int, calls: int) -> None:
     def renamed(ending: str):
         return lambda source, target: str(target).endswith(ending) and now() and die()
 
-    patch(kernel.run.records.Records, "write", after=count)
+    patch(Records, "write", after=count)
     match moment:
         case "rollout":
             patch(kernel.rollout, "next_logits", before=lambda *_: now() and die())
         case "step":
             patch(kernel.optim.Optimizer, "step", after=lambda *_: now() and die())
         case "line":
-            patch(kernel.run.records.Records, "write", before=half_a_line)
+            patch(Records, "write", before=half_a_line)
         case "save":
-            patch(kernel.state, "write_atomic", before=half_a_file)
+            patch(state, "write_atomic", before=half_a_file)
         case "rename":
             patch(os, "replace", after=renamed(".pt.gz"))
         case "manifest":
-            patch(kernel.state, "write_json", after=lambda *_: now() and die())
+            patch(state, "write_json", after=lambda *_: now() and die())
         case "end":
             patch(os, "replace", after=renamed("adapter.safetensors"))
 

@@ -252,7 +252,8 @@ def test_tiny_is_the_same_twice(tiny):
 def test_tiny_is_named_after_its_text_and_recipe(tiny, monkeypatch):
     """The same call finds it again; another text or recipe is another folder beside it."""
     made = []
-    monkeypatch.setattr("kernel.data.tiny.make_tiny", lambda base, folder, *_: made.append(folder))
+    monkeypatch.setattr("kernel.data.acquire.make_tiny", lambda *_: None)
+    monkeypatch.setattr("kernel.data.acquire.publish", lambda _, folder, __: made.append(folder))
     models, rows = tiny[0].parent, {"train/pairs.jsonl": office.build_corpus()["train/pairs.jsonl"]}
     assert tiny[0].name == tiny[1].name and tiny[0].name.startswith("tiny-")
     assert acquire(TINY, models, rows) == tiny[0] and made == []

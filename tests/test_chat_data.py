@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-import kernel.data as data
+from kernel.data import files
 from kernel.data.chat import SYSTEM, Chat, special_ids
 from kernel.data.corpus import check_corpus
 from kernel.data.draws import Draws, updates_for
@@ -315,7 +315,7 @@ def test_write_that_fails_leaves_no_temporary_file_and_does_not_touch_the_old_on
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(data.os, call, fail)
+        patch.setattr(files.os, call, fail)
         with pytest.raises(OSError, match="disk full"):
             write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
@@ -328,7 +328,7 @@ def test_interrupted_write_leaves_no_temporary_file(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data.os, "replace", interrupt)
+        patch.setattr(files.os, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
             write_atomic(tmp_path / "state.bin", b"new")
     assert os.listdir(tmp_path) == []

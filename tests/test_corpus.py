@@ -321,7 +321,8 @@ def test_audit_catches(name):
 
 def test_bytes_do_not_depend_on_the_hash_seed():
     code = (
-        "import json, sys; from kernel import corpus; rows = office.build_corpus(); "
+        "import json, sys; from kernel.data import office, office_audit; "
+        "rows = office.build_corpus(); "
         "sys.stdout.write(json.dumps([rows, office_audit.audit(rows), office.FIELDS]))"
     )
     first, second = (

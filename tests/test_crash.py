@@ -21,6 +21,7 @@ from conftest import ROOT, last_line, run_stage, wait_until, without
 from crash import differences, newest, start
 
 from kernel.data.files import read_jsonl, sha256_file
+from kernel.run.state import newest_state, updates_of
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_a_read_only_run_folder_is_told_in_one_line(copy_of_tiny):
 HOLD = """
 import os, sys, time; sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from kernel.lock import lock_folder
+from kernel.run.lock import lock_folder
 print(lock_folder(Path(sys.argv[2])), flush=True)
 sys.stdin.read()
 """
@@ -167,7 +168,7 @@ def test_the_second_start_is_refused_and_names_the_first(tmp_path):
 def test_a_stage_works_under_the_lock_that_run_all_holds_and_no_other(tmp_path):
     descriptor = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     env = {**os.environ, "RUN_LOCK_FD": str(descriptor)}
-    take = [sys.executable, "-m", "kernel.lock", str(descriptor), str(tmp_path)]
+    take = [sys.executable, "-m", "kernel.run.lock", str(descriptor), str(tmp_path)]
     done = subprocess.run(take, cwd=ROOT, pass_fds=[descriptor], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / ".lock").read_text() == str(os.getpid())
@@ -247,6 +248,26 @@ def test_ctrl_c_at_a_terminal_stops_both_lanes_and_each_saves(copy_of_tiny, tiny
     done = run_stage("10_sft", "--run-dir", run)
     assert "going on after update" in done.stdout
     assert differences(run, tiny, "10_sft") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_to_run_all_alone_stops_both_lanes_and_each_saves(copy_of_tiny, number):
+    """Case B45. As a shutdown or a closed terminal sends it: each lane gets one SIGINT, passed on."""
+    run = without(copy_of_tiny, "10_sft")
+    command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
+    script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: both_lanes_work(run))
+    script.send_signal(number)
+    _, said = script.communicate()
+    assert script.returncode == 130
+    assert f"stopped in 10_sft; to go on: bash run_all.sh tiny --run-dir '{run}'" in said
+    assert lock_is_free(run)
+    for text in (said, (run / "outputs/10_sft/interrupt_resume.log").read_text()):
+        assert text.count("finishing this update, then saving") == 1
+    for variant in ("continuous", "interrupt"):
+        metrics = run / "outputs/10_sft" / variant / "metrics.jsonl"
+        state, notes = newest_state(run / "checkpoints/10_sft" / variant, metrics.parent)
+        assert updates_of(state) == metrics.read_text().count("\n") and notes == []
 
 
 def test_lanes_that_outlive_a_killed_run_all_are_named(copy_of_tiny):

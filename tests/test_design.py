@@ -290,7 +290,8 @@ def test_filling_moves_line_ends_of_prose_only():
 def test_no_line_becomes_a_list_item_by_filling(behaviour):
     items = len(re.findall(r"^ *(?:[-+*]|\d+[.)]) ", design(behaviour, None), re.M))
     kind = behaviour if behaviour in NAMED else "general"
-    sources = [(ROOT / f"kernel/designs/{name}.md.jinja").read_text() for name in ("shared", kind)]
+    folder = ROOT / "kernel/lesson/designs"
+    sources = [(folder / f"{name}.md.jinja").read_text() for name in ("shared", kind)]
     assert items == sum(len(re.findall(r"^(?:-|\d\.) ", source, re.M)) for source in sources)
 
 
@@ -356,7 +357,7 @@ def test_files_have_names_of_their_own_and_edits_are_not_lost(tiny, tmp_path):
         write_design(run, "programming")
     figures.unlink()  # before the probes ran
     assert write_design(run, "programming").read_text() == TEXT["programming"]
-    with pytest.raises(ValueError, match="run 00_prepare.py first"):
+    with pytest.raises(ValueError, match=r"is no run folder: .* \(run 00_prepare.py\)"):
         write_design(tmp_path, "safety")
     assert not (tmp_path / "outputs").exists()
 
@@ -370,5 +371,6 @@ def test_flag_as_a_program(tiny, tmp_path):
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p != made} == before
 
     done = run_stage("60_probe", "--run-dir", tmp_path / "no", "--design", "x", check=False)
-    assert done.returncode == 1 and "run 00_prepare.py first" in last_line(done)
+    assert done.returncode == 1 and "is no run folder" in last_line(done)
+    assert last_line(done).endswith("(run 00_prepare.py)")
     assert not (tmp_path / "no").exists()

@@ -13,17 +13,21 @@ from conftest import ROOT, run_stage
 from matplotlib.image import imread
 
 from kernel.data.files import read_json, read_jsonl, sha256_file
-from kernel.finished.recompute import Run
 from kernel.finished.verify import verify
 from kernel.lesson import exercises
-from kernel.lesson.lab import left_to_do, picture, table
+from kernel.lesson.lab import left_to_do
+from kernel.lesson.policies import COEFFICIENTS, MIX
+from kernel.lesson.result import ends
+from kernel.measure.tables import markdown
+from kernel.report.panels import picture
+from kernel.run.folder import RunFolder
 
 SMALLEST = ["--iterations", "1", "--seeds", "50", "--reward-epochs", "0.01", "--two-epochs", "0.01",
             "--lesson-epochs", "2"]
 
 
 def exercise(run, *names: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "kernel.exercises", str(run), *names, *SMALLEST]
+    command = [sys.executable, "-m", "kernel.lesson.exercises", str(run), *names, *SMALLEST]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
@@ -59,13 +63,13 @@ def test_the_run_itself_is_untouched(lab, tiny):
 
 
 def test_verify_walks_through_named_runs_too(lab, capsys):
-    assert verify(Run(lab[0])) == []
+    assert verify(RunFolder(lab[0])) == []
     assert "20_reward pooling-mean-50 continuous" in capsys.readouterr().out
     adapter = lab[0] / "checkpoints/20_reward/pooling-mean-50/continuous/adapter.safetensors"
     before = adapter.read_bytes()
     adapter.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     with pytest.raises(ValueError, match="pooling-mean-50/continuous/adapter.safetensors"):
-        verify(Run(lab[0]))
+        verify(RunFolder(lab[0]))
     adapter.write_bytes(before)
 
 
@@ -92,7 +96,7 @@ def test_length_table_follows_from_the_rollouts(lab):
 
 def test_mixed_scores_are_the_weighted_sum_of_the_two_judges(lab):
     rows = {row[0]: row for row in found(lab, "two-rewards")["rows"]}
-    mix = rows[exercises.MIX]
+    mix = rows[MIX]
     two = lab[0] / "exercises/two-rewards/outputs/30_ppo/mix/continuous/rollouts.jsonl"
     scores = [row["score"] for row in read_jsonl(two)]
     assert sum(scores) / len(scores) == pytest.approx(0.7 * mix[1] + 0.3 * mix[2], abs=1e-4)
@@ -103,7 +107,7 @@ def test_mixed_scores_are_the_weighted_sum_of_the_two_judges(lab):
 def test_sweep_runs_differ_in_nothing_but_the_coefficient(lab):
     identities = [
         read_json(lab[0] / f"outputs/30_ppo/kl-{c}/continuous/record.json")["identity"]
-        for c in exercises.COEFFICIENTS
+        for c in COEFFICIENTS
     ]
     assert [i["ppo"].pop("kl_coef") for i in identities] == [0.001, 0.02, 0.5]
     assert identities[0] == identities[1] == identities[2]
@@ -159,9 +163,9 @@ def test_every_stage_accepts_the_lesson_corpus(lab):
 
 
 def test_table_cells():
-    assert table(["a", "b"], [[1, 0.12345], ["x", None]]) == (
-        "| a | b |\n| --- | --- |\n| 1 | 0.123 |\n| x | - |\n"
-    )
+    assert markdown(["a", "b"], [[1, 0.12345], ["x", None]], ".3f") == [
+        "| a | b |", "|---|---|", "| 1 | 0.123 |", "| x | - |",
+    ]
 
 
 def test_how_far_a_stage_is_comes_from_the_end_of_its_log(tmp_path):
@@ -191,7 +195,7 @@ def test_picture_copes_with_missing_values_and_is_the_same_twice(tmp_path):
 
 def test_ends_are_means_over_tenths_and_leave_out_what_is_unknown():
     figures = [{"x": float(i)} for i in range(40)]
-    assert exercises.ends(figures, "x") == (1.5, 37.5)
+    assert ends(figures, "x") == (1.5, 37.5)
     figures[0]["x"] = None
-    assert exercises.ends(figures, "x")[0] == 2.0
-    assert exercises.ends([{"x": None}], "x") == (None, None)
+    assert ends(figures, "x")[0] == 2.0
+    assert ends([{"x": None}], "x") == (None, None)

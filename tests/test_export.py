@@ -27,6 +27,7 @@ from kernel.data.files import read_json, read_jsonl, sha256_file, write_json
 from kernel.finished import ask, export, model_card
 from kernel.lora import PROJECTIONS
 from kernel.roles import make_role
+from kernel.run.folder import RunFolder
 from kernel.run.peft_layout import load_peft, our_name, peft_name, read_peft, write_peft
 from kernel.score import active_logits, make_batch, response_logprobs
 
@@ -160,7 +161,7 @@ def test_a_merged_folder_is_a_base_model_for_a_run_of_its_own(exported, run):
     config = {**run.config, "model_dir": str(folder)}
     role = make_role("actor", config, torch.device("cpu"), seed=49)  # B = 0: what is merged, alone
     row = next(row for row in run.answers if row["policy"] == "sft")
-    batch = make_batch([run.chat.prompt_ids(row["prompt"])], [row["response_ids"]], PAD, "cpu")
+    batch = make_batch([(run.chat.prompt_ids(row["prompt"]), row["response_ids"])], PAD, "cpu")
     have = response_logprobs(role, batch)[0].detach()
     torch.testing.assert_close(have, torch.tensor(row["logprobs"]), rtol=0, atol=1e-4)
 
@@ -205,14 +206,13 @@ def test_the_card_tells_data_settings_results_and_limits(exported, run):
     assert str(ROOT) not in text
 
 
-def test_the_card_of_a_judge_that_reads_the_mean_state_says_so(copy_of_tiny, run):
+def test_the_card_of_a_judge_that_reads_the_mean_state_says_so(copy_of_tiny):
     path = copy_of_tiny / model_card.ADAPTERS["reward"]
     with safe_open(path, framework="pt") as file:
         meaning = json.loads(file.metadata()["adapter"])
     save_file(load_file(path), path, {"adapter": json.dumps({**meaning, "pooling": "mean"})})
     sha256 = {name: sha256_file(copy_of_tiny / name) for name in model_card.ADAPTERS.values()}
-    made = read_json(copy_of_tiny / "config.json")
-    text = model_card.model_card(export.FinishedRun(copy_of_tiny, made, run.config, sha256), False, [])
+    text = model_card.model_card(RunFolder(copy_of_tiny), sha256, False, [])
     assert "on the mean of its states" in text and '@ states.mean(0) + head["bias"]' in text
     assert "-merged" not in text
 
@@ -244,7 +244,7 @@ def small(qwen3_dir, new_role, role_config, tmp_path):
     write_peft(tmp_path / "out", adapters, meaning, str(qwen3_dir))
     head = {key[5:]: tensor for key, tensor in learned.items() if key.startswith("head.")}
     save_file(head, tmp_path / "out" / export.HEAD)
-    batch = make_batch([[5, 6, 7], [8, 9]], [[10, 11, EOS], [12, EOS]], PAD, "cpu")
+    batch = make_batch([([5, 6, 7], [10, 11, EOS]), ([8, 9], [12, EOS])], PAD, "cpu")
     return SimpleNamespace(
         role=role, adapters=adapters, folder=tmp_path / "out", model_dir=qwen3_dir, batch=batch,
         config=role_config(qwen3_dir),
@@ -292,8 +292,8 @@ def test_a_merged_bfloat16_model_is_cast_once_and_its_gap_is_told(run, tmp_path,
     base = Path(run.config["model_dir"])
     role = new_role(base)
     adapters, config = role.learned_state(), {**run.config, "base_dtype": "bfloat16"}
-    batch = make_batch([[5, 6, 7]], [[10, 11, EOS]], PAD, "cpu")
-    opened = SimpleNamespace(config=config)
+    batch = make_batch([([5, 6, 7], [10, 11, EOS])], PAD, "cpu")
+    opened = SimpleNamespace(common=config)
     lines = export.export_merged(tmp_path / "merged", role, batch, adapters, opened, ["Hello"])
     merged, plain = (
         load_file(tmp_path / "merged/model.safetensors"),
@@ -344,7 +344,7 @@ def test_a_run_folder_takes_no_export(tiny, tmp_path):
 
 def test_an_unfinished_run_and_a_damaged_adapter_are_refused(copy_of_tiny, tmp_path):
     target = tmp_path / "out"
-    with pytest.raises(ValueError, match="has no config.json: give a finished run"):
+    with pytest.raises(ValueError, match="is no run folder: it has no config.json"):
         export.export(given(tmp_path / "nothing", export=target))
     path = copy_of_tiny / model_card.ADAPTERS["reward"]
     content = bytearray(path.read_bytes())
@@ -397,7 +397,7 @@ def test_an_adapter_made_by_peft_computes_the_same_here(made_by_peft, qwen2_dir,
     load_peft(read_peft(folder), role, config, model_sha256(qwen2_dir)["base_sha256"])
     prompt, response = [5, 6, 7], [8, 9, 10, EOS]
     with torch.no_grad():
-        ours = active_logits(role, make_batch([prompt], [response], PAD, "cpu"))
+        ours = active_logits(role, make_batch([(prompt, response)], PAD, "cpu"))
         want = theirs(torch.tensor([prompt + response])).logits[0, 2:-1]
         plain = stock(qwen2_dir)(torch.tensor([prompt + response])).logits[0, 2:-1]
     torch.testing.assert_close(ours, want, rtol=0, atol=1e-4)
@@ -541,9 +541,8 @@ def test_the_loop_goes_on_after_a_bad_line_and_ends_at_an_empty_one(tiny):
     assert [row["policy"] for row in asked(said)] == ["SFT", "SFT", "PPO", "PPO"]
 
 
-def test_samples_are_those_of_the_seed_and_carry_their_own_figures(run, tiny):
-    made = read_json(tiny / "config.json")
-    policies = ask.Policies(export.FinishedRun(tiny, made, run.config, {}))
+def test_samples_are_those_of_the_seed_and_carry_their_own_figures(tiny):
+    policies = ask.Policies(RunFolder(tiny))
     first, again, other = (policies.answers("The printer stopped.", 3, seed) for seed in (1, 1, 2))
     assert first == again and [r["text"] for r in first] != [r["text"] for r in other]
     assert len({row["text"] for row in first}) > 1

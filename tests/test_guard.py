@@ -42,9 +42,9 @@ FILES = [
 
 
 def declared(stage: str) -> tuple[list[str], list[str]]:
-    """READS and WRITES of a stage script, from its top-level assignments of literals and names.
+    """Reads and writes that a stage script hands to `begin`, from its top-level literals and names.
 
-    Where the inputs depend on the settings, `reads(settings)` stands in the place of READS.
+    Where the inputs depend on the settings, `reads(settings)` stands in the place of a list.
     """
     known = {"reward_files": reward_files}
 
@@ -63,15 +63,21 @@ def declared(stage: str) -> tuple[list[str], list[str]]:
         return ast.literal_eval(node)
 
     for node in ast.parse((ROOT / f"{stage}.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name.isupper():
-                known[name] = value(node.value)
+        if isinstance(node, ast.Assign):
+            names, parts = node.targets[:1], [node.value]
+            if isinstance(names[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                names, parts = names[0].elts, node.value.elts
+            for name, part in zip(names, parts):
+                if isinstance(name, ast.Name) and name.id.isupper():
+                    known[name.id] = value(part)
+                if isinstance(name, ast.Name) and name.id == "stage":
+                    assert part.func.attr == "begin" and value(part.args[0]) == stage
+                    reads, writes = map(value, part.args[3:5])
         if isinstance(node, ast.FunctionDef) and node.name == "reads":
             exec(compile(ast.Module([node], []), stage, "exec"), known)
             sections = PROFILES["smollm2"]
-            known["READS"] = known["reads"]({**sections["reward"], **sections["ppo"]})
-    return known["READS"], known["WRITES"]
+            known["reads"] = known["reads"]({**sections["reward"], **sections["ppo"]})
+    return reads, writes
 
 
 @pytest.fixture
@@ -89,8 +95,8 @@ def run(tmp_path) -> Path:
 HEAD = """
 import os, sys
 from pathlib import Path
-from kernel import guard
 import json
+from kernel.run import guard
 run_dir, reads, writes, targets, code = json.loads(sys.argv[1])
 guard.enclose(Path(run_dir), ["config.json", *reads], writes)
 run, own = Path(run_dir), Path(run_dir) / writes[0]
@@ -162,9 +168,7 @@ def test_probes_are_read_by_the_probe_stage_alone():
 def test_a_stage_writes_only_below_its_own_name(stage):
     assert {Path(name).name for name in declared(stage)[1]} == {stage}
     source = (ROOT / f"{stage}.py").read_text(encoding="utf-8")
-    assert f'Stage("{stage}", ' in source and re.search(
-        r"parser, (READS|reads), WRITES", source
-    )  # and hands them over
+    assert source.count(".begin(") == 1  # nothing else is handed over
     assert ("shown=" in source) == (stage == "60_probe")  # the last one alone looks at more
 
 
@@ -390,7 +394,7 @@ def test_a_stage_works_in_its_own_folders(run):
     """Atomic writes with fsync of the folder, appending, listing, removing; temporary files."""
     code = """
 import tempfile
-from kernel.data import write_jsonl
+from kernel.data.files import write_jsonl
 for folder in writes:
     path = run / folder / "continuous" / "deep" / "x.jsonl"
     write_jsonl(path, [{"a": 1}])
@@ -449,7 +453,7 @@ def test_a_hard_linked_copy_of_a_run_still_works(run):
 
 @pytest.mark.parametrize("stage, file", [("30_ppo", HELDOUT[0]), ("40_generate", HELDOUT[1])])
 def test_the_real_program_is_enclosed(tmp_path, stage, file):
-    """A copy of the stage with one line more, right behind the Stage(...) that encloses it."""
+    """A copy of the stage with one line more, right behind the `begin` that encloses it."""
     from kernel.data.base import model_sha256
     from kernel.data.files import sha256_file
     from kernel.run.lineage import maker
@@ -482,7 +486,7 @@ def test_the_real_program_is_enclosed(tmp_path, stage, file):
     (run / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
     lines = (ROOT / f"{stage}.py").read_text(encoding="utf-8").splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("stage = Stage("))
+    at = next(i for i, line in enumerate(lines) if re.match(r"stage = \w+\.begin\(.*\)$", line))
     lines.insert(at + 1, f"print('enclosed'); print(open(stage.dir / {file!r}).read())")
     (tmp_path / f"{stage}.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}

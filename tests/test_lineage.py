@@ -15,7 +15,7 @@ from kernel.data.corpus import check_corpus
 from kernel.data.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
 from kernel.run import lineage, state
 from kernel.run.records import Records
-from kernel.run.stage import Stage
+from kernel.run.trained import TrainedStage
 
 # ---- names in manifests -------------------------------------------------------------------------
 
@@ -147,20 +147,15 @@ IDENTITY = {
     "ppo": {"kl_coef": 0.02, "iterations": 40},
     "model": {"base_sha256": "b" * 8, "tokenizer_sha256": "t" * 8},
     "parents": {PAIRS: "p" * 8},
-    "code": {"30_ppo.py": "c" * 8, "kernel.score": "s" * 8},
+    "code": {"30_ppo.py": "c" * 8, "kernel/score.py": "s" * 8},
     "versions": {"torch": "2.13.0", "numpy": "2.4.6", "cpu": "AVX512"},
 }
 
 
 def stage_at(folder, identity, variant="continuous", redo=False):
     """A stage as `restore` and `save` see it, without a program around it."""
-    stage = Stage.__new__(Stage)
-    stage.name, stage.variant, stage.dir = "30_ppo", variant, folder
-    stage.checkpoints = folder / "checkpoints/30_ppo" / variant
-    stage.outputs = folder / "outputs/30_ppo" / variant
-    stage.identity, stage.args, stage.stopping = identity, SimpleNamespace(redo=redo), False
-    stage.events = None
-    return stage
+    args = SimpleNamespace(variant=variant, name=None, redo=redo)
+    return TrainedStage("30_ppo", args, SimpleNamespace(dir=folder), {}, {}, identity)
 
 
 def work(folder, updates, variant="continuous"):
@@ -183,7 +178,7 @@ CHANGES = [
     ("model.base_sha256", "b" * 8, "x" * 8),
     ("model.tokenizer_sha256", "t" * 8, "x" * 8),
     (f"parents.{PAIRS}", "p" * 8, "x" * 8),
-    ("code.kernel.score", "s" * 8, "x" * 8),
+    ("code.kernel/score.py", "s" * 8, "x" * 8),
     ("versions.torch", "2.13.0", "2.14.0"),
     ("versions.cpu", "AVX512", "AVX2"),
 ]

@@ -27,7 +27,6 @@ from kernel.roles import (
     fingerprint,
     load_adapter,
     make_role,
-    parameter_counts,
     save_adapter,
 )
 from kernel.score import make_batch, response_logprobs
@@ -271,8 +270,10 @@ def test_counts_are_seven_projections_per_layer_and_d_plus_one_head_numbers(mode
     # widths: q and o 32 <-> 4 heads of 8, k and v 32 -> 2 of them, MLP 32 <-> 64; r (in + out) each
     head = 16 if model_dir.name == "qwen3" else 8
     per_layer = 8 * (2 * (32 + 4 * head) + 2 * (32 + 2 * head) + 3 * (32 + 64))
-    counts = parameter_counts(new_role(model_dir, "reward", head="normal"))
-    assert counts == {"projections": 14, "adapter": 2 * per_layer, "head": 33}
+    learned = new_role(model_dir, "reward", head="normal").learned()
+    assert sum(name.endswith(".A") for name in learned) == 14
+    assert sum(learned.pop(f"head.{name}").numel() for name in ("weight", "bias")) == 33
+    assert sum(p.numel() for p in learned.values()) == 2 * per_layer
 
 
 def test_heads_start_as_specified(model_dir, new_role):
@@ -301,7 +302,7 @@ def test_one_update_moves_every_b_and_no_base_tensor(model_dir, new_role, way):
     if way == "stock":
         role.lm(IDS, labels=IDS).loss.backward()
     else:
-        batch = make_batch(IDS[:, :5].tolist(), IDS[:, 5:].tolist(), 0, CPU)
+        batch = make_batch(zip(IDS[:, :5].tolist(), IDS[:, 5:].tolist()), 0, CPU)
         response_logprobs(role, batch).sum().backward()
     optimizer.step()
     for name, want in base.items():

@@ -47,7 +47,7 @@ def test_logits_with_a_tied_and_an_untied_head_equal_the_stock_model(
     assert (role.lm.lm_head.weight is role.lm.model.embed_tokens.weight) == tied
     assert ("lm.lm_head.weight" in role.base()) != tied
     prompt, response = [5, 6, 7, 8], [9, 10, 11, EOS]
-    ours = active_logits(role, make_batch([prompt], [response], PAD, "cpu"))
+    ours = active_logits(role, make_batch([(prompt, response)], PAD, "cpu"))
     want = stock_model(folder, role)(torch.tensor([prompt + response])).logits[0, 3:-1]
     torch.testing.assert_close(ours.detach(), want, rtol=0, atol=1e-4)
 

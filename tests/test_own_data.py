@@ -26,11 +26,11 @@ from kernel.data.files import read_json, read_jsonl, sha256_file
 from kernel.data.own_code import load_function
 from kernel.data.tiny import tiny_tokenizer
 from kernel.finished import verify
-from kernel.finished.recompute import Run
 from kernel.gate import checks, gate
 from kernel.gate.faults import Faults
 from kernel.gate.layout import audit, split_of
 from kernel.gate.rows import plain_row
+from kernel.run.folder import RunFolder
 from kernel.run.profiles import PROFILES
 
 EXAMPLE = ROOT / "tests/example"
@@ -725,7 +725,7 @@ def test_the_example_runs_through_all_stages(example_run):
     rows = read_jsonl(run / "outputs/50_evaluate/answers.jsonl")
     assert {"greeting", "right_day", "right_decision", "success"} <= set(rows[0]["verdict"])
     assert (run / "outputs/60_probe/table.md").is_file()
-    missing = verify.verify(Run(run))
+    missing = verify.verify(RunFolder(run))
     assert all("interrupt" in m or "resume" in m or "check" in m for m in missing)
 
 

@@ -365,7 +365,7 @@ def test_nothing_is_loaded_from_elsewhere(html, run):
 def test_another_process_writes_the_same_bytes(run):
     paths = [run / page.OUT / name for name in ("report.html", "report.md")]
     before = [path.read_bytes() for path in paths]
-    command = [sys.executable, "-m", "kernel.page", str(run)]
+    command = [sys.executable, "-m", "kernel.report.page", str(run)]
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "PYTHONHASHSEED": "7"})
     assert [path.read_bytes() for path in paths] == before
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernel.measure.pairs import pair_accuracy
+from kernel.measure.pairs import pair_counts, pair_figures
 from kernel.optim import Optimizer, learning_rate
 from kernel.supervised import bradley_terry_loss, sft_loss
 
@@ -62,11 +62,15 @@ def test_identical_answers_have_gradient_exactly_zero_through_a_shared_score():
 
 def test_pair_accuracy_counts_ties_apart():
     # case B39: right, tied, wrong, right
-    counts = pair_accuracy(torch.tensor([2.0, 1.0, 0.0, 5.0]), torch.tensor([1.0, 1.0, 4.0, 0.0]))
-    assert counts == {
-        "pairs": 4, "right": 2, "ties": 1, "wrong": 1, "accuracy": 0.5, "mean_margin": 0.5
-    }
-    tied = pair_accuracy(torch.zeros(3), torch.zeros(3))
+    chosen, rejected = torch.tensor([2.0, 1.0, 0.0, 5.0]), torch.tensor([1.0, 1.0, 4.0, 0.0])
+    counts = {"pairs": 4, "right": 2, "ties": 1, "wrong": 1, "accuracy": 0.5}
+    assert pair_counts(chosen, rejected) == counts
+    rows = [
+        {"id": str(n), "chosen_score": c, "rejected_score": r}
+        for n, (c, r) in enumerate(zip(chosen.tolist(), rejected.tolist()))
+    ]
+    assert pair_figures(rows) == {"all": {**counts, "mean_margin": 0.5}}
+    tied = pair_counts(torch.zeros(3), torch.zeros(3))
     assert tied["ties"] == 3 and tied["accuracy"] == 0.0
 
 

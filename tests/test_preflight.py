@@ -126,7 +126,8 @@ def test_padding_that_shows(model_dir, new_role, monkeypatch, side):  # cases B0
         if side == "right":  # the last column, whatever it holds
             mask = torch.ones_like(batch.response_mask)
             return real(role, batch._replace(response_mask=mask))
-        return real(role, batch._replace(prompt_mask=torch.ones_like(batch.prompt_mask)))
+        widest = max(batch.prompts, key=len)  # the pads before a prompt counted with it
+        return real(role, batch._replace(prompts=[widest] * len(batch.prompts)))
 
     monkeypatch.setattr(preflight, "response_scores", unmasked)
     refused(
@@ -151,7 +152,7 @@ def test_an_end_token_in_the_prompt_that_ends_the_answer(roles, monkeypatch):
 
     def looks_at_the_prompt(*args):
         rollout = real(*args)
-        ended = (rollout.batch.prompt_ids == EOS).any(1)
+        ended = torch.tensor([EOS in prompt for prompt in rollout.batch.prompts])
         return rollout._replace(finished=rollout.finished | ended)
 
     monkeypatch.setattr(preflight, "sample", looks_at_the_prompt)

@@ -249,7 +249,7 @@ def own_rubric(prompt, text, finish_reason, row):
     return {"success": row["want"] in text, "own": 7}
 
 
-PROMPTS, LABELS = {"p": "the prompt"}, {"p": {"id": "p", "want": "Go."}}
+PROMPTS, LABELS = [{"id": "p", "prompt": "the prompt"}], [{"id": "p", "want": "Go."}]
 SAMPLES = [
     rollout(1, 1.0, [0.0, 0.0]),
     rollout(1, 3.0, [0.0] * 4, "No."),
@@ -291,7 +291,7 @@ def test_samples_without_a_rubric_or_without_a_label():
     assert [row["rubric"] for row in by_iteration(rows)] == [None] * 3
     assert ledger(rows)["gold_peak"] is None
     with pytest.raises(ValueError, match="rollout 1: .* no label for p"):
-        judged_rollouts(SAMPLES, PROMPTS, {}, own_rubric)
+        judged_rollouts(SAMPLES, PROMPTS, [], own_rubric)
 
 
 def test_kl_line():

@@ -7,20 +7,31 @@ import pytest
 import torch
 from conftest import PAD
 
-from kernel.reward import length, make_reward, own_function, reward_files, reward_terms, text_reward
+from kernel.reward import (
+    length,
+    make_reward,
+    own_function,
+    reward_answers,
+    reward_files,
+    reward_terms,
+    text_reward,
+)
 from kernel.roles import load_adapter, make_role, save_adapter
+from kernel.score import make_batch
 
 CPU = torch.device("cpu")
-ASKED = {(5, 6): "Question one?", (7,): "Question two?"}
+ONE, TWO = {"prompt": "Question one?"}, {"prompt": "Question two?"}
 CHAT = SimpleNamespace(
-    pad_id=PAD,
-    decode=lambda ids: None if 99 in ids else "".join(chr(96 + i) for i in ids),
-    response_ids=lambda text: [1, 2],
+    decode=lambda ids: None if 99 in ids else "".join(chr(96 + i) for i in ids)
 )
 
 
 def judged_by(reward: str, tmp_path=None, config=None):
-    return make_reward(reward, tmp_path, config, "base", CHAT, ASKED, CPU)
+    return make_reward(reward, tmp_path, config, "base", CHAT, CPU)
+
+
+def batch_of(*answers):
+    return make_batch(answers, PAD, CPU)
 
 
 def own(tmp_path, body: str, name="mine.py") -> str:
@@ -63,7 +74,8 @@ def test_own_function_sees_messages_and_texts_and_is_mixed_by_hand(tmp_path):
     score = "[10 * ('two' in p) + (r == 'ab') for p, r in zip(prompts, responses)]"
     spec = own(tmp_path, f"def score(prompts, responses):\n    return {score}\n")
     judge, roles = judged_by(f"{spec}=0.5,length=100")
-    scores = judge([[5, 6], [7], [7]], [[1, 2], [1, 2], [3]])
+    batch = batch_of(([5, 6], [1, 2]), ([7], [1, 2]), ([7], [3]))
+    scores = judge(batch, [ONE, TWO, TWO])
     assert scores.dtype == torch.float32 and roles == []
     assert scores.tolist() == [0.5 * 1 + 2, 0.5 * 11 + 2, 0.5 * 10 + 1]
 
@@ -84,13 +96,23 @@ def test_own_function_sees_messages_and_texts_and_is_mixed_by_hand(tmp_path):
 )
 def test_a_faulty_function_stops_before_the_loop_with_one_line(tmp_path, body, told):
     with pytest.raises(ValueError, match="mine.py") as caught:
-        judged_by(own(tmp_path, body))
-    assert told in str(caught.value)
+        judge, _ = judged_by(own(tmp_path, body))
+        reward_answers(judge, [([5, 6], [1, 2])], [ONE], PAD, CPU)  # the zero point of 30_ppo.py
+    assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_response_without_text_is_scored_as_empty():
-    judge = text_reward("length", length, CHAT, ASKED, CPU)
-    assert judge([[7]], [[99]]).tolist() == [0]
+    judge = text_reward("length", length, CHAT, CPU)
+    assert judge(batch_of(([7], [99])), [TWO]).tolist() == [0]
+
+
+def test_any_number_of_answers_is_scored_in_order_each_with_its_own_row(tmp_path):
+    body = "def score(prompts, texts): return [int(p) + len(t) / 10 for p, t in zip(prompts, texts)]"
+    judge, _ = judged_by(own(tmp_path, body))
+    answers = [([5] * (1 + n % 3), [1] * (1 + n % 4)) for n in range(35)]
+    rows = [{"prompt": str(n)} for n in range(35)]
+    have = reward_answers(judge, answers, rows, PAD, CPU)
+    assert have.tolist() == pytest.approx([n + (1 + n % 4) / 10 for n in range(35)])
 
 
 # ---- reward models ------------------------------------------------------------------------------
@@ -110,7 +132,7 @@ def test_two_reward_models_mixed_by_hand_and_their_pooling_kept(
         load_adapter(path, back, config, "base")
         assert back.pooling == pooling
         alone[name], _ = judged_by(name, tmp_path, config)
-    rows = [[5, 6], [7]], [[1, 2, 3], [4]]
+    rows = batch_of(([5, 6], [1, 2, 3]), ([7], [4])), [ONE, TWO]
     mixed, roles = judged_by("helpful=0.7,concise=0.3", tmp_path, config)
     want = 0.7 * alone["helpful"](*rows) + 0.3 * alone["concise"](*rows)
     assert torch.equal(mixed(*rows), want) and want[0] != want[1]

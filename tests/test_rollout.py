@@ -11,8 +11,8 @@ import torch
 
 import kernel.rollout as rollout
 from kernel.optim import Optimizer
-from kernel.rollout import as_lists, sample
-from kernel.score import make_batch, pad_prompts, response_logprobs
+from kernel.rollout import pad_left, sample
+from kernel.score import make_batch, response_logprobs
 from kernel.supervised import sft_loss
 
 CPU = torch.device("cpu")
@@ -21,9 +21,8 @@ PROMPTS = [[5, 6, 7], [8, 2, 9, 10, 11, 12], [13]]
 
 
 def draw(role, prompts=PROMPTS, limit=12, seed=None, eos_id=EOS, pad_id=PAD, **more):
-    ids, mask = pad_prompts(prompts, pad_id, CPU)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return sample(role, ids, mask, limit, eos_id, pad_id, generator, **more)
+    return sample(role, prompts, limit, eos_id, pad_id, CPU, generator, **more)
 
 
 def argmax_loop(lm, prompt, limit):
@@ -38,6 +37,22 @@ def argmax_loop(lm, prompt, limit):
 
 def near(have, want, tolerance=1e-4):
     torch.testing.assert_close(have, want, rtol=0, atol=tolerance)
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def test_prompts_are_padded_left_and_masked_by_length():
+    ids, mask = pad_left(PROMPTS, EOS, CPU)  # case B02: END is the pad here, and a prompt token too
+    assert ids.tolist() == [[2, 2, 2, 5, 6, 7], [8, 2, 9, 10, 11, 12], [2] * 5 + [13]]
+    assert mask.sum(1).tolist() == [3, 6, 1]
+    assert mask[:, -1].all() and mask[1].all() and not mask[0, :3].any()
+
+
+def test_empty_prompt_is_refused(llama_dir, new_role):
+    # cases B21, B33
+    with pytest.raises(ValueError, match="empty prompt"):
+        draw(new_role(llama_dir), [[5], [], [6]])
 
 
 # --- cache, greedy, seeds -------------------------------------------------------------------------
@@ -68,10 +83,10 @@ def test_greedy_equals_an_argmax_loop_alone_and_in_a_left_padded_batch(
     role = new_role(model_dir)
     stock = stock_model(model_dir, role)
     want = [argmax_loop(stock, prompt, 12) for prompt in PROMPTS]
-    assert as_lists(draw(role).batch)[1] == want
-    assert as_lists(draw(role, pad_id=EOS).batch)[1] == want
+    assert draw(role).batch.responses == want
+    assert draw(role, pad_id=EOS).batch.responses == want
     for prompt, ids in zip(PROMPTS, want):
-        assert as_lists(draw(role, [prompt]).batch)[1] == [ids]
+        assert draw(role, [prompt]).batch.responses == [ids]
 
 
 def test_generation_settings_of_the_model_folder_do_not_reach_greedy_decoding(
@@ -82,7 +97,7 @@ def test_generation_settings_of_the_model_folder_do_not_reach_greedy_decoding(
         model_dir, "generation_config.json", repetition_penalty=1.5, temperature=0.1
     )
     want = [argmax_loop(stock_model(model_dir), prompt, 12) for prompt in PROMPTS]
-    assert as_lists(draw(new_role(folder, trained=False)).batch)[1] == want
+    assert draw(new_role(folder, trained=False)).batch.responses == want
 
 
 def test_same_seed_gives_the_same_tokens_and_another_seed_other_ones(llama_dir, new_role):
@@ -104,14 +119,13 @@ def test_sampling_reads_its_own_generator_only(llama_dir, new_role):
 def test_going_on_from_a_saved_generator_continues_the_draws(llama_dir, new_role):
     # case B13
     role = new_role(llama_dir)
-    ids, mask = pad_prompts(PROMPTS, PAD, CPU)
     generator = torch.Generator().manual_seed(249)
-    sample(role, ids, mask, 6, EOS, PAD, generator)
+    sample(role, PROMPTS, 6, EOS, PAD, CPU, generator)
     state = generator.get_state()
-    want = sample(role, ids, mask, 6, EOS, PAD, generator)
+    want = sample(role, PROMPTS, 6, EOS, PAD, CPU, generator)
     resumed = torch.Generator()
     resumed.set_state(state)
-    have = sample(role, ids, mask, 6, EOS, PAD, resumed)
+    have = sample(role, PROMPTS, 6, EOS, PAD, CPU, resumed)
     assert torch.equal(have.batch.response_ids, want.batch.response_ids)
     assert torch.equal(have.old_logprobs, want.old_logprobs)
 
@@ -140,8 +154,10 @@ def test_recorded_logprobs_equal_whole_sequence_scoring_of_the_sampled_ids(model
         have = draw(role, seed=seed, eos_id=third_token(role, seed))
         assert have.finished[0] and not have.finished.all()
         near(have.old_logprobs, response_logprobs(role, have.batch))
-        again = make_batch(*as_lists(have.batch), PAD, CPU)  # through plain lists and other padding
-        near(have.old_logprobs, response_logprobs(role, again))
+        answers = list(zip(have.batch.prompts, have.batch.responses))
+        for row, answer in enumerate(answers):  # alone, without any padding
+            alone = response_logprobs(role, make_batch([answer], PAD, CPU))[0]
+            near(have.old_logprobs[row, : len(alone)], alone)
         assert (have.old_logprobs[~have.batch.response_mask] == 0).all()
 
 
@@ -161,7 +177,7 @@ def test_records_carry_no_gradient(llama_dir, new_role):
 
 
 def test_prompts_come_back_unchanged(llama_dir, new_role):
-    assert as_lists(draw(new_role(llama_dir), seed=1).batch)[0] == PROMPTS
+    assert draw(new_role(llama_dir), seed=1).batch.prompts == PROMPTS
 
 
 # --- ends and cuts --------------------------------------------------------------------------------
@@ -193,7 +209,7 @@ def test_end_as_the_first_token_is_a_finished_response_of_one_token_beside_longe
     assert have.batch.response_ids.tolist() == [[EOS, PAD, PAD, PAD], [7, 8, 9, EOS]]
     assert have.batch.response_mask.sum(1).tolist() == [1, 4]
     assert have.finished.tolist() == [True, True]
-    assert as_lists(have.batch)[1] == [[EOS], [7, 8, 9, EOS]]
+    assert have.batch.responses == [[EOS], [7, 8, 9, EOS]]
 
 
 def test_end_as_the_first_token_of_every_row_stops_at_once(monkeypatch):
@@ -241,13 +257,13 @@ def test_pad_id_drawn_as_a_token_is_a_token(monkeypatch):
     # the mask comes from the steps, never from the id
     scripted(monkeypatch, [PAD, 7, EOS])
     have = draw(None, [[5]], limit=9, cached=False)
-    assert as_lists(have.batch)[1] == [[PAD, 7, EOS]]
+    assert have.batch.responses == [[PAD, 7, EOS]]
 
 
 def test_overfitted_actor_stops_by_itself(llama_dir, new_role):
     # case B02: END is among the targets, so the greedy answer ends where the example ends
     role = new_role(llama_dir, trained=False)
-    batch = make_batch([[5, 6, 7]], [[20, 21, 22, EOS]], EOS, CPU)
+    batch = make_batch([([5, 6, 7], [20, 21, 22, EOS])], EOS, CPU)
     settings = {"warmup": 0.0, "final_lr": 1.0, "max_grad_norm": 1.0, "weight_decay": 0.0}
     optimizer = Optimizer(role.learned(), 40, 0.02, settings)
     for update in range(40):
@@ -255,7 +271,7 @@ def test_overfitted_actor_stops_by_itself(llama_dir, new_role):
         loss.backward()
         optimizer.step(loss.detach(), f"update {update}")
     have = draw(role, [[5, 6, 7]], pad_id=EOS)
-    assert as_lists(have.batch)[1] == [[20, 21, 22, EOS]] and have.finished.all()
+    assert have.batch.responses == [[20, 21, 22, EOS]] and have.finished.all()
 
 
 # --- frequencies ----------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Flags and settings of every program, and the base dtype on processors without bfloat16."""
 
 import json
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import torch
 from conftest import ROOT
 
 from kernel.run import flags, machine
+from kernel.run.folder import SECTIONS
+from kernel.run.profiles import PROFILES
 
 
 def given(**flags):
@@ -38,6 +42,46 @@ def test_a_flag_replaces_its_setting_and_no_other():
     assert merged == {"iterations": 4, "center_scores": False, "rollouts": 2}
 
 
+@pytest.mark.parametrize("flag", ["--learning-rat", "--kl-coef", "--pairs"])
+def test_a_flag_that_fits_no_setting_of_its_section_is_refused_when_it_is_defined(flag):
+    setting = flags.settings_of(flags.parser("A stage."), "sft")
+    setting("--learning-rate", float, "peak learning rate")
+    with pytest.raises(ValueError, match=f"{flag} fits no setting of 'sft'"):
+        setting(flag, float, "is of another section, or of none")
+
+
+def defaults(section: str, flag: str) -> str:
+    """What --help has to say of a setting: one value, or that of each profile."""
+    names = {"--reward-mix": "reward", "--no-cache": "cached"}  # flags that are not named as it is
+    name = names.get(flag, flag.removeprefix("--").removeprefix("no-").replace("-", "_"))
+    shown = {
+        profile: "none" if settings[section][name] is None else str(settings[section][name])
+        for profile, settings in PROFILES.items()
+    }
+    if len(set(shown.values())) == 1:
+        return shown["tiny"]
+    return ", ".join(f"{profile} {value}" for profile, value in shown.items())
+
+
+@pytest.mark.parametrize("stage, section", [("00_prepare", "common"), *SECTIONS.items()])
+def test_help_shows_what_every_setting_means_and_its_default(stage, section, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(sys, "argv", [f"{stage}.py", "--help"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the stage puts its own there
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(ROOT / f"{stage}.py"), run_name="__main__")
+    text = capsys.readouterr().out
+    title = f"\nsettings, section '{section}' of kernel/run/profiles.py:\n"
+    assert text.count(title) == 1
+    entries = re.split(r"\n(?=  -)", "\n" + text.split(title)[1].split("\n\n")[0].rstrip())[1:]
+    assert entries
+    for entry in entries:  # "  --flag METAVAR", two blanks or more, the help text
+        names, told = re.split(r"\s{2,}", entry.strip(), maxsplit=1)
+        found = re.fullmatch(r"\w.{6,} \(default: (.+)\)", told)
+        flag = re.findall(r"--[\w-]+", names)[-1]
+        assert found and found[1] == defaults(section, flag), entry
+
+
 def test_settle_asks_for_deterministic_algorithms():
     machine.settle(1)
     assert torch.are_deterministic_algorithms_enabled()
@@ -49,13 +93,14 @@ def test_settle_asks_for_deterministic_algorithms():
 
 def test_slowdown_is_a_ratio_of_two_times(monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr(flags.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
     assert machine.bfloat16_slowdown() == 1.0  # every product takes one tick
 
 
 PREPARE = """
 import sys; sys.path.insert(0, sys.argv[1])
-from kernel import acquire, run
+from kernel.data import acquire, files
+from kernel.run import machine
 slowdown, model = float(sys.argv[2]), files.REPOSITORY / "models" / sys.argv[3]
 machine.bfloat16_slowdown = lambda: slowdown
 acquire.acquire = lambda *_: model

@@ -13,17 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kernel.score as score
 from kernel.score import (
     Batch,
+    active_logits,
     exact_kl,
-    learned_reward,
     make_batch,
     pair_scores,
     pick_logprobs,
     response_logprobs,
     response_scores,
     response_values,
+    score_answers,
     score_pairs,
     vocab_logprobs,
 )
@@ -37,20 +37,18 @@ RESPONSES = [[20, 21, 2], [22, 2], [23, 24, 25, 26, 27]]  # the last one was cut
 
 
 def batch_of(prompts=PROMPTS, responses=RESPONSES, pad_id=PAD) -> Batch:
-    return make_batch(prompts, responses, pad_id, CPU)
+    return make_batch(zip(prompts, responses), pad_id, CPU)
 
 
-def padded(batch: Batch, left: int, right: int, pad_id: int = PAD) -> Batch:
-    """More pad columns on both outer sides."""
-
-    def block(like, width, value):
-        return torch.full((len(like), width), value, dtype=like.dtype)
-
-    return Batch(
-        torch.cat([block(batch.prompt_ids, left, pad_id), batch.prompt_ids], 1),
-        torch.cat([block(batch.prompt_mask, left, False), batch.prompt_mask], 1),
-        torch.cat([batch.response_ids, block(batch.response_ids, right, pad_id)], 1),
-        torch.cat([batch.response_mask, block(batch.response_mask, right, False)], 1),
+def padded(left: int, right: int, prompts=PROMPTS, responses=RESPONSES, pad_id=PAD) -> Batch:
+    """The rows with `right` more pad columns; behind them a row whose prompt is `left` tokens longer."""
+    if left:
+        longer = list(range(60, 60 + max(map(len, prompts)) + left))
+        prompts, responses = [*prompts, longer], [*responses, [40, 2]]
+    batch = batch_of(prompts, responses, pad_id)
+    ids, mask = batch.response_ids, batch.response_mask
+    return batch._replace(
+        response_ids=F.pad(ids, (0, right), value=pad_id), response_mask=F.pad(mask, (0, right))
     )
 
 
@@ -67,15 +65,13 @@ def near(have, want, tolerance=1e-5):
 # --- batches --------------------------------------------------------------------------------------
 
 
-def test_batch_pads_prompts_left_and_responses_right_and_masks_by_length():
+def test_batch_pads_responses_right_prompts_not_at_all_and_masks_by_length():
     batch = batch_of(pad_id=EOS)  # case B02: END is the pad here, and stays active where it is real
-    assert batch.prompt_ids.tolist() == [
-        [2, 2, 2, 5, 6, 2, 7],
-        [8, 2, 9, 2, 10, 11, 12],
-        [2] * 6 + [13],
-    ]
-    assert batch.prompt_mask.sum(1).tolist() == [4, 7, 1]
-    assert batch.prompt_mask[:, -1].all() and not batch.prompt_mask[0, :3].any()
+    assert (batch.prompts, batch.responses) == (PROMPTS, RESPONSES)
+    for tokens, prompt, response in zip(batch.packed.tokens, PROMPTS, RESPONSES):
+        row = prompt + response  # no pad before, between or behind
+        assert batch.packed.ids[tokens[: len(row)]].tolist() == row
+    assert len(batch.packed.ids) == len(sum(PROMPTS + RESPONSES, []))
     assert batch.response_ids.tolist() == [
         [20, 21, 2, 2, 2],
         [22, 2, 2, 2, 2],
@@ -146,11 +142,11 @@ def test_logprobs_are_negative_and_sum_to_one_over_the_vocabulary(llama_dir, new
 def test_amount_and_side_of_padding_change_nothing(model_dir, new_role, left, right):
     # cases B01, B21
     role, plain = new_role(model_dir, "reward", head="normal"), batch_of()
-    more = padded(plain, left, right)
+    more = padded(left, right)
     for read in (response_logprobs, response_values):
-        near(read(role, more)[:, :5], read(role, plain))
-        assert (read(role, more)[:, 5:] == 0).all()
-    near(response_scores(role, more), response_scores(role, plain))
+        near(read(role, more)[:3, :5], read(role, plain))
+        assert (read(role, more)[:3, 5:] == 0).all()
+    near(response_scores(role, more)[:3], response_scores(role, plain))
 
 
 def test_pad_id_changes_nothing_also_when_it_is_eos(model_dir, new_role):
@@ -193,16 +189,16 @@ def column_role():
 
 def test_values_come_from_the_state_before_each_token(column_role):
     # case B06: prompt of 4 tokens, response of 3
-    batch = batch_of([[5, 6, 7, 8]], [[20, 21, 2]])
-    assert response_values(column_role, batch).tolist() == [[3, 4, 5]]
-    assert response_values(column_role, padded(batch, 2, 0)).tolist() == [[3, 4, 5]]
-    assert response_values(column_role, padded(batch, 2, 2)).tolist() == [[3, 4, 5, 0, 0]]
+    row = [[5, 6, 7, 8]], [[20, 21, 2]]
+    assert response_values(column_role, batch_of(*row)).tolist() == [[3, 4, 5]]
+    assert response_values(column_role, padded(2, 0, *row))[0].tolist() == [3, 4, 5]
+    assert response_values(column_role, padded(2, 2, *row))[0].tolist() == [3, 4, 5, 0, 0]
 
 
 def test_score_comes_from_the_last_response_token_end_included(column_role):
     # case B01: prompts of 4, 7 and 1 tokens, responses of 3, 2 and 5
     assert response_scores(column_role, batch_of()).tolist() == [6, 8, 5]
-    assert response_scores(column_role, padded(batch_of(), 4, 6)).tolist() == [6, 8, 5]
+    assert response_scores(column_role, padded(4, 6))[:3].tolist() == [6, 8, 5]
     assert response_scores(column_role, batch_of(pad_id=EOS)).tolist() == [6, 8, 5]
 
 
@@ -211,7 +207,7 @@ def test_mean_pooling_averages_the_response_tokens_and_nothing_else(column_role)
     column_role.pooling = "mean"
     want = [(4 + 5 + 6) / 3, (7 + 8) / 2, (1 + 2 + 3 + 4 + 5) / 5]
     assert response_scores(column_role, batch_of()).tolist() == want
-    assert response_scores(column_role, padded(batch_of(), 4, 6)).tolist() == want
+    assert response_scores(column_role, padded(4, 6))[:3].tolist() == want
     assert response_scores(column_role, batch_of(pad_id=EOS)).tolist() == want
 
 
@@ -228,7 +224,7 @@ def test_positions_count_real_tokens_and_pads_are_left_out(left, right):
         transformer=SimpleNamespace(states=states),
         lm=SimpleNamespace(lm_head=torch.nn.Linear(1, 5)),
     )
-    score.active_logits(role, padded(batch_of(pad_id=50), left, right, 50))
+    active_logits(role, padded(left, right, pad_id=50))
     rows = [p + r for p, r in zip(PROMPTS, RESPONSES)]
     assert 50 not in seen["ids"]
     for tokens, row in zip(seen["tokens"], rows):
@@ -310,7 +306,7 @@ def test_judge_returns_one_score_per_row_in_order_whatever_its_inner_batches(lla
     role, rng = new_role(llama_dir, "reward", head="normal"), random.Random(3)
     prompts = [[rng.randrange(3, 97) for _ in range(rng.randint(1, 9))] for _ in range(35)]
     responses = [[rng.randrange(3, 97) for _ in range(rng.randint(1, 9))] for _ in range(35)]
-    have = learned_reward(role, PAD, CPU)(prompts, responses)
+    have = score_answers(role, list(zip(prompts, responses)), PAD, CPU)
     assert have.shape == (35,) and not have.requires_grad
     for row in range(35):
         near(have[row], response_scores(role, batch_of([prompts[row]], [responses[row]]))[0], 2e-5)
@@ -322,10 +318,12 @@ def test_judge_returns_one_score_per_row_in_order_whatever_its_inner_batches(lla
 @torch.no_grad()
 def against_reference(actor, reference, batch) -> dict[str, torch.Tensor]:
     vocab, ref_vocab = vocab_logprobs(actor, batch), vocab_logprobs(reference, batch)
+    kl, entropy = exact_kl(vocab, ref_vocab, batch.response_mask)
     return {
         "full_logprobs": pick_logprobs(vocab, batch),
         "ref_logprobs": pick_logprobs(ref_vocab, batch),
-        **exact_kl(vocab, ref_vocab, batch.response_mask),
+        "kl": kl,
+        "entropy": entropy,
     }
 
 
@@ -379,7 +377,7 @@ def test_whole_sequence_record_equals_response_logprobs_and_padding_changes_no_s
     actor, reference = new_role(llama_dir, seed=3), new_role(llama_dir, "reference", seed=8)
     plain = against_reference(actor, reference, batch_of())
     assert torch.equal(plain["full_logprobs"], response_logprobs(actor, batch_of()))
-    wide = against_reference(actor, reference, padded(batch_of(), 0, 20))
+    wide = against_reference(actor, reference, padded(0, 20))
     for name, want in plain.items():
         near(wide[name][:, :5], want)
         assert (wide[name][:, 5:] == 0).all()
@@ -428,8 +426,6 @@ def test_gradient_of_the_logprobs_reaches_every_adapter(model_dir, new_role):
 def test_pairs_with_a_shared_prompt_score_like_separate_rows(model_dir, new_role):
     # the fast path of stage 20 against its plain twin, in value and in every gradient
     role = new_role(model_dir, "reward", head="normal", trained=True)
-    prompts = PROMPTS
-    chosen = RESPONSES
     rejected = [list(reversed(r)) + r[:2] for r in RESPONSES]
 
     def gradients(scores):
@@ -437,10 +433,10 @@ def test_pairs_with_a_shared_prompt_score_like_separate_rows(model_dir, new_role
         return torch.autograd.grad(loss, list(role.learned().values()))
 
     plain = (
-        response_scores(role, make_batch(prompts, chosen, PAD, "cpu")),
-        response_scores(role, make_batch(prompts, rejected, PAD, "cpu")),
+        response_scores(role, batch_of()),
+        response_scores(role, batch_of(responses=rejected)),
     )
-    shared = pair_scores(role, prompts, chosen, rejected, PAD, "cpu")
+    shared = pair_scores(role, list(zip(PROMPTS, RESPONSES, rejected)), PAD, CPU)
     for a, b in zip(shared, plain):
         near(a, b)
     for a, b in zip(gradients(shared), gradients(plain)):
@@ -454,8 +450,8 @@ def test_any_number_of_pairs_is_scored_in_order_whatever_the_batches(model_dir, 
         tuple([rng.randrange(3, 97) for _ in range(rng.randint(1, 9))] for _ in range(3))
         for _ in range(11)
     ]
-    have = score_pairs(role, pairs, PAD, "cpu", size)
-    want = pair_scores(role, *zip(*pairs), PAD, "cpu")
+    have = score_pairs(role, pairs, PAD, CPU, size)
+    want = pair_scores(role, pairs, PAD, CPU)
     for a, b in zip(have, want):
         assert a.shape == (11,) and not a.requires_grad
         near(a, b, 2e-5)
@@ -464,9 +460,9 @@ def test_any_number_of_pairs_is_scored_in_order_whatever_the_batches(model_dir, 
 def test_in_a_shared_row_neither_answer_sees_the_other(model_dir, new_role):
     role = new_role(model_dir, "reward", head="normal", trained=True)
     with torch.no_grad():
-        first = pair_scores(role, PROMPTS, RESPONSES, RESPONSES, PAD, "cpu")
+        first = pair_scores(role, list(zip(PROMPTS, RESPONSES, RESPONSES)), PAD, CPU)
         others = [[t + 1 for t in r] + [7] for r in RESPONSES]
-        second = pair_scores(role, PROMPTS, RESPONSES, others, PAD, "cpu")
+        second = pair_scores(role, list(zip(PROMPTS, RESPONSES, others)), PAD, CPU)
     near(first[0], first[1])  # the same answer on both sides: a tie
     near(first[0], second[0])
     assert not torch.allclose(first[1], second[1], atol=1e-4)

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from kernel.data.chat import Chat
 from kernel.data.files import read_json, read_jsonl
-from kernel.roles import make_role, parameter_counts
+from kernel.roles import make_role
 from kernel.rollout import sample
-from kernel.score import make_batch, pad_prompts, response_scores
+from kernel.score import make_batch, response_scores
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow
@@ -64,9 +64,10 @@ def test_metrics_are_those_of_a_sound_first_iteration(run):
 
 
 def test_profile_counts_and_special_ids_hold_for_the_real_model(config):
-    reward = make_role("reward", config, torch.device("cpu"), seed=50, head="normal")
-    counts = parameter_counts(reward)
-    assert counts == {"projections": 210, "adapter": 2_442_240, "head": 577}
+    learned = make_role("reward", config, torch.device("cpu"), seed=50, head="normal").learned()
+    assert sum(name.endswith(".A") for name in learned) == 210
+    assert sum(learned.pop(f"head.{name}").numel() for name in ("weight", "bias")) == 577
+    assert sum(p.numel() for p in learned.values()) == 2_442_240
     chat = Chat(config)
     assert (chat.eos_id, chat.pad_id) == (2, 0)
     ids = chat.prompt_ids("Hello")
@@ -80,9 +81,9 @@ def test_bf16_scores_do_not_depend_on_neighbours_beyond_rounding(config):
     prompts = [chat.prompt_ids(text) for text in ("Short?", "A rather longer question, is it not?")]
     answers = [chat.response_ids("Yes."), chat.response_ids("No, not at all, as far as I know.")]
     with torch.no_grad():
-        pairs = list(zip(prompts, answers))
-        alone = [response_scores(reward, make_batch([p], [a], 0, "cpu")) for p, a in pairs]
-        together = response_scores(reward, make_batch(prompts, answers, 0, "cpu"))
+        rows = list(zip(prompts, answers))
+        alone = [response_scores(reward, make_batch([row], 0, "cpu")) for row in rows]
+        together = response_scores(reward, make_batch(rows, 0, "cpu"))
     assert torch.allclose(torch.cat(alone), together, atol=0.05)
 
 
@@ -100,8 +101,7 @@ def test_greedy_answer_without_adapter_is_the_stock_models_answer(config):
     role = make_role("actor", config, torch.device("cpu"), seed=49)
     chat = Chat(config)
     prompt = chat.prompt_ids("What is the capital of France?")
-    ids, mask = pad_prompts([prompt], chat.pad_id, "cpu")
-    ours = sample(role, ids, mask, 12, chat.eos_id, chat.pad_id).batch.response_ids[0].tolist()
+    (ours,) = sample(role, [prompt], 12, chat.eos_id, chat.pad_id, "cpu").batch.responses
     stock = AutoModelForCausalLM.from_pretrained(config["model_dir"], dtype=torch.bfloat16).eval()
     theirs = list(prompt)
     for _ in ours:

@@ -65,8 +65,7 @@ def test_reward_model_prefers_the_chosen_answers_of_the_test_pairs(tiny):
 def test_sft_succeeds_well_above_its_base(tiny):
     from kernel.data.chat import Chat
     from kernel.data.office_rubric import rubric
-    from kernel.rollout import as_lists, sample
-    from kernel.score import pad_prompts
+    from kernel.rollout import sample
 
     config = read_json(tiny / "config.json")["common"]
     config["model_dir"] = str(ROOT / config["model_dir"])
@@ -77,9 +76,9 @@ def test_sft_succeeds_well_above_its_base(tiny):
     successes = 0
     for start in range(0, len(rows), 30):
         part = rows[start : start + 30]
-        prompt_ids, mask = pad_prompts([chat.prompt_ids(r["prompt"]) for r in part], 0, "cpu")
-        rollout = sample(base, prompt_ids, mask, 64, chat.eos_id, chat.pad_id)
-        for row, ids, end in zip(part, as_lists(rollout.batch)[1], rollout.finished):
+        prompts = [chat.prompt_ids(r["prompt"]) for r in part]
+        rollout = sample(base, prompts, 64, chat.eos_id, chat.pad_id, "cpu")
+        for row, ids, end in zip(part, rollout.batch.responses, rollout.finished):
             finish = "eos" if end else "length"
             verdict = rubric(row["prompt"], chat.decode(ids), finish, labels[row["id"]])
             successes += verdict["success"]
@@ -278,10 +277,10 @@ def test_reloaded_reward_model_scores_bit_for_bit_in_a_new_process(tiny):
     """Case B04: the scores of stage 60 come back exactly from the file alone, under another seed."""
     code = f"""
 import sys, torch; sys.path.insert(0, {str(ROOT)!r}); torch.set_num_threads(1); torch.manual_seed(7)
-from kernel.chat import Chat
-from kernel.data import read_json, read_jsonl
-from kernel.model import load_adapter, make_role
-from kernel.score import learned_reward
+from kernel.data.chat import Chat
+from kernel.data.files import read_json, read_jsonl
+from kernel.roles import load_adapter, make_role
+from kernel.score import score_answers
 from pathlib import Path
 run = Path({str(tiny)!r}); config = read_json(run / "config.json"); common = config["common"]
 common["model_dir"] = {str(ROOT)!r} + "/" + common["model_dir"]
@@ -290,7 +289,7 @@ load_adapter(run / "checkpoints/20_reward/continuous/adapter.safetensors", rewar
              config["model"]["base_sha256"])
 rows = read_jsonl(run / "outputs/60_probe/probes.jsonl")
 pairs = Chat(common).encode_answers(rows, "candidate", "probes")
-scores = learned_reward(reward, 0, torch.device("cpu"))(*zip(*pairs)).tolist()
+scores = score_answers(reward, pairs, 0, torch.device("cpu")).tolist()
 assert scores == [row["score"] for row in rows]
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -533,6 +532,21 @@ def test_run_all_stops_at_a_failing_stage_and_names_it(copy_of_tiny):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "10_sft failed with status 1" in done.stderr
+    assert "20_reward" not in done.stdout
+
+
+def test_run_all_names_the_lane_beside_that_failed(copy_of_tiny):
+    """Case B45. What it said is in a log; its last lines and its status come to the terminal."""
+    run = copy_of_tiny
+    metrics = run / "outputs/10_sft/interrupt/metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-2])
+    command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    why, lane, last = done.stderr.strip().splitlines()[-3:]
+    assert "10_sft interrupt is finished, but things changed" in why and "metrics.jsonl" in why
+    assert lane == "10_sft (interrupt/resume) failed"
+    assert last == "run_all.sh: 10_sft failed with status 1"
     assert "20_reward" not in done.stdout
 
 

@@ -16,8 +16,8 @@ from conftest import ROOT
 
 from kernel.data.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
 from kernel.finished import verify
-from kernel.finished.recompute import Run
 from kernel.run import lineage
+from kernel.run.folder import RunFolder
 
 PPO = "outputs/30_ppo/continuous"
 
@@ -36,7 +36,7 @@ def test_an_unfinished_run_is_told_as_such(copy_of_tiny, capsys):
     run = copy_of_tiny
     for name in ("outputs/50_evaluate", "outputs/60_probe", "outputs/30_ppo/check"):
         shutil.rmtree(run / name)
-    assert verify.verify(Run(run)) == ["30_ppo check", "50_evaluate", "60_probe"]
+    assert verify.verify(RunFolder(run)) == ["30_ppo check", "50_evaluate", "60_probe"]
 
 
 def test_what_is_no_run_folder(tmp_path):
@@ -286,7 +286,7 @@ FORGERIES = [
 def test_the_first_thing_that_does_not_hold_is_named(copy_of_tiny, forge, wanted):
     forge(copy_of_tiny)
     with pytest.raises(ValueError) as caught:
-        verify.verify(Run(copy_of_tiny))
+        verify.verify(RunFolder(copy_of_tiny))
     assert wanted in str(caught.value), str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -300,7 +300,7 @@ def test_each_metric_follows_from_the_rollouts(copy_of_tiny, monkeypatch, key):
     metric(key, 0.01)(copy_of_tiny)
     monkeypatch.setattr(verify, "stored_state", lambda *_: None)
     with pytest.raises(ValueError, match=f"iteration 6 {key}"):
-        verify.verify(Run(copy_of_tiny))
+        verify.verify(RunFolder(copy_of_tiny))
 
 
 # ---- manifests are not trusted with paths (case B44) ---------------------------------------------
@@ -314,7 +314,7 @@ def test_a_record_cannot_point_out_of_the_run_folder(copy_of_tiny, name):
     record["outputs"][name] = "0" * 64
     write_json(path, record)
     with pytest.raises(ValueError, match="lies outside"):
-        verify.verify(Run(copy_of_tiny))
+        verify.verify(RunFolder(copy_of_tiny))
 
 
 def test_a_symlink_in_the_run_folder_is_not_followed_out(copy_of_tiny):
@@ -323,7 +323,7 @@ def test_a_symlink_in_the_run_folder_is_not_followed_out(copy_of_tiny):
     path.rename(target)
     path.symlink_to(target)
     with pytest.raises(ValueError, match="lies outside"):
-        verify.verify(Run(copy_of_tiny))
+        verify.verify(RunFolder(copy_of_tiny))
 
 
 def test_verify_writes_nothing(copy_of_tiny):

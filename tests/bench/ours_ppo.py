@@ -6,13 +6,12 @@ from lap import Stopwatch, begin
 from kernel.optim import Optimizer
 from kernel.ppo import gae, policy_loss, token_rewards, value_loss
 from kernel.roles import make_role
-from kernel.rollout import as_lists, sample
+from kernel.rollout import sample
 from kernel.run.machine import settle
 from kernel.score import (
     exact_kl,
-    learned_reward,
-    pad_prompts,
     pick_logprobs,
+    response_scores,
     response_values,
     vocab_logprobs,
 )
@@ -32,15 +31,12 @@ reward = make_role("reward", config, device, head="normal").freeze()
 updates = config["iterations"] * config["ppo_epochs"]
 actor_optimizer = Optimizer(actor.learned(), updates, config["actor_lr"], config)
 critic_optimizer = Optimizer(critic.learned(), updates, config["critic_lr"], config)
-judge = learned_reward(reward, pad_id, device)
 
 watch = Stopwatch()
 for start in range(0, len(prompts), rollouts):
     # Steps 1 to 6 of 30_ppo.py.
-    prompt_ids, prompt_mask = pad_prompts(prompts[start : start + rollouts], pad_id, device)
-    rollout = sample(
-        actor, prompt_ids, prompt_mask, args.response_tokens, NO_EOS, pad_id, generator
-    )
+    drawn = prompts[start : start + rollouts]
+    rollout = sample(actor, drawn, args.response_tokens, NO_EOS, pad_id, device, generator)
     batch, old_logprobs, mask = rollout.batch, rollout.old_logprobs, rollout.batch.response_mask
     assert mask.all() and mask.shape == (rollouts, args.response_tokens)
     watch.mark("generation")
@@ -48,9 +44,9 @@ for start in range(0, len(prompts), rollouts):
     with torch.no_grad():
         ref_vocab = vocab_logprobs(reference, batch)  # (N, V)
         ref_logprobs = pick_logprobs(ref_vocab, batch)  # (B, T)
+        scores = response_scores(reward, batch)  # (B,)
     new_values = response_values(critic, batch)  # (B, T)
     old_values = new_values.detach()
-    scores = judge(*as_lists(batch))  # (B,)
     rewards = token_rewards(
         scores, old_logprobs, ref_logprobs, mask, rollout.finished,
         config["kl_coef"], config["cutoff_penalty"],

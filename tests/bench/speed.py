@@ -63,9 +63,9 @@ def some_ids(count: int) -> list[int]:
 shared = some_ids(SHARED)
 
 
-def make_rows(count: int, answer: int = ANSWER) -> tuple[list, list]:
+def make_rows(count: int) -> tuple[list, list]:
     prompts = [shared + some_ids(PROMPT - SHARED) for _ in range(count)]
-    return prompts, [some_ids(answer) for _ in range(count)]
+    return prompts, [some_ids(ANSWER) for _ in range(count)]
 
 
 def race(**runs) -> dict[str, float]:
@@ -91,14 +91,14 @@ def line(what: str, ms: dict[str, float]) -> None:
 # ---- the three ways ------------------------------------------------------------------------------
 
 
-def stock_states(prompts: list, answers: list) -> tuple[torch.Tensor, score.Batch]:
+def stock_states(prompts: list, answers: list) -> torch.Tensor:
     """Last hidden states of all columns, (B, L, D), through the stock model."""
-    batch = score.make_batch(prompts, answers, 0, "cpu")
-    ids = torch.cat([batch.prompt_ids, batch.response_ids], 1)
-    mask = torch.cat([batch.prompt_mask, batch.response_mask], 1)
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    out = lm.model(ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
-    return out.last_hidden_state, batch
+    ids = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers)])
+    mask = torch.ones_like(ids)
+    positions = mask.cumsum(1) - 1
+    return lm.model(
+        ids, attention_mask=mask, position_ids=positions, use_cache=False
+    ).last_hidden_state
 
 
 def bare_products(tokens: int, read_out: int, backward: bool, prepacked: bool = False):
@@ -128,13 +128,13 @@ def sft_update(rows: int) -> dict[str, float]:
     prompts, answers = make_rows(rows)
 
     def ours():
-        batch = score.make_batch(prompts, answers, 0, "cpu")
+        batch = score.make_batch(zip(prompts, answers), 0, "cpu")
         score.response_logprobs(role, batch).sum().backward()
 
     def stock():
-        states, batch = stock_states(prompts, answers)
-        logits = lm.lm_head(states[:, PROMPT - 1 : -1][batch.response_mask]).float()
-        score.pick_logprobs(logits.log_softmax(-1), batch).sum().backward()
+        states = stock_states(prompts, answers)[:, PROMPT - 1 : -1]
+        logprobs = lm.lm_head(states).float().log_softmax(-1)
+        logprobs.gather(2, torch.tensor(answers)[..., None]).sum().backward()
 
     bare = bare_products(rows * (PROMPT + ANSWER), rows * ANSWER, backward=True)
     return race(ours=ours, stock=stock, bare=bare)
@@ -145,11 +145,12 @@ def reward_update(pairs: int) -> dict[str, float]:
     rejected = make_rows(pairs)[1]
 
     def ours():
-        first, second = score.pair_scores(role, prompts, chosen, rejected, 0, "cpu")
+        rows = list(zip(prompts, chosen, rejected))
+        first, second = score.pair_scores(role, rows, 0, "cpu")
         (first - second).sum().backward()
 
     def stock():
-        states, _ = stock_states(prompts * 2, chosen + rejected)
+        states = stock_states(prompts * 2, chosen + rejected)
         first, second = role.head(states[:, -1].float())[:, 0].chunk(2)
         (first - second).sum().backward()
 
@@ -161,9 +162,8 @@ def reward_update(pairs: int) -> dict[str, float]:
 @torch.no_grad()
 def scoring(rows: int) -> dict[str, float]:
     prompts, answers = make_rows(rows)
-    batch = score.make_batch(prompts, answers, 0, "cpu")
     return race(
-        ours=lambda: score.response_scores(role, batch),
+        ours=lambda: score.response_scores(role, score.make_batch(zip(prompts, answers), 0, "cpu")),
         stock=lambda: stock_states(prompts, answers),
         bare=bare_products(rows * (PROMPT + ANSWER), 0, backward=False),
     )
@@ -175,13 +175,13 @@ def scoring(rows: int) -> dict[str, float]:
 @torch.no_grad()
 def decode_step(rows: int) -> dict[str, float]:
     """Per step, the sampler included; the first token, which also reads the prompt, is taken off."""
-    ids, mask = score.pad_prompts(make_rows(rows)[0], 0, "cpu")
+    prompts, _ = make_rows(rows)
 
     def ours(tokens: int):
-        sample(role, ids, mask, tokens, -1, 0, torch.Generator().manual_seed(1))
+        sample(role, prompts, tokens, -1, 0, "cpu", torch.Generator().manual_seed(1))
 
     def stock(tokens: int):
-        cache, new = DynamicCache(config=lm.config), ids
+        cache, new = DynamicCache(config=lm.config), torch.tensor(prompts)
         for t in range(tokens):
             seen = torch.ones(rows, PROMPT + t, dtype=torch.int64)
             positions = torch.arange(PROMPT + t - new.shape[1], PROMPT + t)[None]
@@ -212,9 +212,9 @@ def decode_step(rows: int) -> dict[str, float]:
 def curve() -> None:
     print(f"{'rollouts':>8} {'tokens':>8} {'decode s':>9} {'score s':>9} {'ms per token':>13}")
     for rows, tokens in ((4, 64), (16, 64), (64, 64), (4, 16), (4, 64), (4, 256)):
-        ids, mask = score.pad_prompts(make_rows(rows)[0], 0, "cpu")
+        prompts, _ = make_rows(rows)
         start = clock()
-        batch = sample(role, ids, mask, tokens, -1, 0, torch.Generator().manual_seed(1)).batch
+        batch = sample(role, prompts, tokens, -1, 0, "cpu", torch.Generator().manual_seed(1)).batch
         middle = clock()
         score.response_values(role, batch)
         end = clock()
