@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PAD
+from conftest import PAD, last_line, run_stage
 
 from kernel.reward import (
     length,
@@ -94,11 +94,19 @@ def test_own_function_sees_messages_and_texts_and_is_mixed_by_hand(tmp_path):
         ("def score(p, r) return", "does not load"),
     ],
 )
-def test_a_faulty_function_stops_before_the_loop_with_one_line(tmp_path, body, told):
+def test_a_faulty_function_stops_at_its_first_call_with_one_line(tmp_path, body, told):
     with pytest.raises(ValueError, match="mine.py") as caught:
         judge, _ = judged_by(own(tmp_path, body))
         reward_answers(judge, [([5, 6], [1, 2])], [ONE], PAD, CPU)  # the zero point of 30_ppo.py
     assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ppo_makes_that_call_before_its_loop(copy_of_tiny, tmp_path):
+    spec = own(tmp_path, "def score(p, r): return [float('nan')] * len(r)")
+    flags = ("--name", "mine", "--reward", spec, "--no-center-scores")
+    done = run_stage("30_ppo", "--run-dir", copy_of_tiny, *flags, check=False)
+    assert done.returncode == 1 and "mine.py:score: nan for the response" in last_line(done)
+    assert not list((copy_of_tiny / "outputs/30_ppo/mine").rglob("*.jsonl"))
 
 
 def test_a_response_without_text_is_scored_as_empty():
