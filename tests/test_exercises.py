@@ -50,7 +50,7 @@ def test_each_ends_in_a_table_a_picture_and_one_sentence(lab, name):
     folder, result = lab[0] / "exercises" / name, found(lab, name)
     text = (folder / "table.md").read_text()
     assert text.startswith("| " + " | ".join(result["header"]) + " |\n")
-    assert text.count("\n| ") >= len(result["rows"]) + 1
+    assert text.count("\n|") == len(result["rows"]) + 1  # and the line under the header
     assert f"What was seen: {result['seen']}." in text and text in lab[1]
     pixels = imread(folder / "picture.png")
     assert pixels.shape[0] > 300 and pixels.std() > 0.02  # not an empty sheet
