@@ -5,6 +5,7 @@
 | `judge`            | the reward model of 20_reward.py                                           |
 | NAME               | the reward model that `20_reward.py --name NAME` trained                   |
 | `length`           | characters / 100: flawed on purpose, it pays for words whatever they say   |
+| `rubric`           | 1 for success by the corpus' own rubric, else 0: a judge that is never wrong |
 | `file.py:function` | your own: function(prompts, responses) -> one number per response          |
 
 A mix is a weighted sum, `helpful=0.7,concise=0.3`; a name alone weighs 1. An own function gets two
@@ -20,7 +21,8 @@ from pathlib import Path
 import torch
 
 from kernel.data.chat import Chat
-from kernel.data.own_code import load_function
+from kernel.data.files import read_jsonl
+from kernel.data.own_code import load_function, load_rubric
 from kernel.roles import Role, load_role
 from kernel.score import Batch, make_batch, response_scores
 
@@ -30,6 +32,7 @@ def length(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 FUNCTIONS = {"length": length}
+RUBRIC, LABELS = "data/rubric.py", "data/train/labels.jsonl"  # what `rubric` reads
 
 
 def reward_terms(reward: str) -> dict[str, float]:
@@ -70,6 +73,8 @@ def reward_files(reward: str) -> list[str]:
     for name in reward_terms(reward):
         if own := own_function(name):
             files.append(str(own[0]))
+        elif name == "rubric":
+            files += [RUBRIC, LABELS]
         elif name not in FUNCTIONS:
             files.append(adapter_file(name))
     return files
@@ -104,6 +109,26 @@ def text_reward(name: str, function, chat: Chat, device):
     return reward
 
 
+def rubric_reward(folder: Path, chat: Chat, device):
+    """The corpus' own rubric as a reward function. Rows without a label (demonstrations) get 0.
+
+    Held-out labels stay out of reach. It tells a weak optimiser from a weak judge.
+    """
+    rubric = load_rubric(folder / RUBRIC)
+    labels = {row["id"]: row for row in read_jsonl(folder / LABELS)}
+
+    def reward(batch: Batch, rows: list[dict]) -> torch.Tensor:
+        scores = []
+        for row, ids in zip(rows, batch.responses):
+            ended = "eos" if ids[-1] == chat.eos_id else "length"
+            label = labels.get(row["id"])
+            verdict = label and rubric(row["prompt"], chat.decode(ids), ended, label)
+            scores.append(float(bool(verdict and verdict["success"])))
+        return torch.tensor(scores, device=device)  # FP32
+
+    return reward
+
+
 def make_reward(mix: str, folder: Path, config: dict, base_sha256: str, chat: Chat, device):
     """(reward, roles): the weighted sum as one reward function, and the frozen reward models in it.
 
@@ -113,6 +138,8 @@ def make_reward(mix: str, folder: Path, config: dict, base_sha256: str, chat: Ch
     for name, weight in reward_terms(mix).items():
         if own := own_function(name):
             terms.append((text_reward(name, load_function(*own), chat, device), weight))
+        elif name == "rubric":
+            terms.append((rubric_reward(folder, chat, device), weight))
         elif name in FUNCTIONS:
             terms.append((text_reward(name, FUNCTIONS[name], chat, device), weight))
         else:

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import types
+import unicodedata
 import zipfile
 
 import huggingface_hub
@@ -17,8 +18,9 @@ from transformers import AutoTokenizer
 from kernel.data import office
 from kernel.data.acquire import acquire
 from kernel.data.base import load_base, model_sha256
-from kernel.data.chat import SYSTEM
+from kernel.data.chat import SYSTEM, load_tokenizer
 from kernel.data.files import read_json, sha256_file
+from kernel.data.tiny import tiny_texts, tiny_tokenizer
 from kernel.run.profiles import PROFILES
 
 WEIGHTS = b"not really weights"
@@ -302,10 +304,39 @@ def test_tiny_ids_and_template(tiny):
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
+TEXTS = (
+    "Ticket OH012, variant 13: 4,096 of 65536 (1.5 %)", "don't; it's I'LL -- e.g. a_b, C:\\x/y.z?!",
+    "Äußerst übel: Öl, naïve, e\u0301tude", "日本語のテキスト、中文。한국어",
+    " two  blanks\t\n\n tab", "☕🙂 \u200b",
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_saved_folder_gives_the_ids_that_the_base_was_trained_with(tiny, tmp_path, text):
+    """The library reads a tokenizer beside a Qwen2 config as one of Qwen2's own kind."""
+    rows = {"train/pairs.jsonl": office.build_corpus()["train/pairs.jsonl"]}
+    prompts, answers = tiny_texts(rows)
+    trained_with = tiny_tokenizer(prompts + answers, TINY["vocabulary"])
+    want = trained_with(text, add_special_tokens=False).input_ids
+    assert AutoTokenizer.from_pretrained(tiny[0])(text, add_special_tokens=False).input_ids == want
+    assert load_tokenizer(tiny[0]).decode(want) == unicodedata.normalize("NFC", text)
+    trained_with.save_pretrained(tmp_path)  # alone, as the gate for own data counts
+    assert load_tokenizer(tmp_path)(text, add_special_tokens=False).input_ids == want
+
+
+def test_every_prompt_of_the_corpus_is_cut_as_in_pretraining(tiny):
+    rows = office.build_corpus()
+    trained_with = tiny_tokenizer(sum(tiny_texts({"train/pairs.jsonl": rows["train/pairs.jsonl"]}), []),
+                                  TINY["vocabulary"])
+    prompts = [row["prompt"] for file in rows.values() for row in file if "prompt" in row]
+    assert trained_with(prompts).input_ids == load_tokenizer(tiny[0])(prompts).input_ids
+
+
 def test_tiny_loads_as_the_profile_says(tiny):
     lm = load_base(tiny[0], "float32")
     config = lm.config
-    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (128, 4, 1024)
+    assert (config.hidden_size, config.num_hidden_layers) == (128, 4)
+    assert config.vocab_size == len(load_tokenizer(tiny[0])) <= 1024  # no row that no text can have
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
     assert config.intermediate_size == 320 and config.tie_word_embeddings
     assert 0.5e6 < lm.num_parameters() < 2e6

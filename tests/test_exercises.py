@@ -23,7 +23,7 @@ from kernel.report.panels import picture
 from kernel.run.folder import RunFolder
 
 SMALLEST = ["--iterations", "1", "--seeds", "50", "--reward-epochs", "0.01", "--two-epochs", "0.01",
-            "--lesson-epochs", "2"]
+            "--lesson-epochs", "2", "--perfect-iterations", "2"]
 
 
 def exercise(run, *names: str) -> subprocess.CompletedProcess:
@@ -71,6 +71,19 @@ def test_verify_walks_through_named_runs_too(lab, capsys):
     with pytest.raises(ValueError, match="pooling-mean-50/continuous/adapter.safetensors"):
         verify(RunFolder(lab[0]))
     adapter.write_bytes(before)
+
+
+def test_perfect_judge_table_follows_from_the_scores_and_the_rubric(lab):
+    """Paid by the rubric, a sample's score is its verdict; the greedy counts are those of the stages."""
+    result = found(lab, "perfect-judge")
+    (row,) = result["rows"]
+    rollouts = read_jsonl(lab[0] / "outputs/30_ppo/perfect-50/continuous/rollouts.jsonl")
+    paid = [[r["score"] for r in rollouts if r["iteration"] == n] for n in (1, 2)]
+    first, last = (sum(scores) / len(scores) for scores in paid)
+    assert row[1:4] == pytest.approx([first, last, last - first])
+    answers = read_jsonl(lab[0] / "outputs/50_evaluate/answers.jsonl")
+    sft = {r["context"]: r["verdict"]["success"] for r in reversed(answers) if r["policy"] == "sft"}
+    assert row[5] == sum(sft.values()) and result["header"][5] == f"SFT greedy, of {len(sft)}"
 
 
 def test_length_table_follows_from_the_rollouts(lab):

@@ -215,6 +215,19 @@ def test_a_further_column_of_a_known_name_is_a_column(more):
     assert plain_row("prompts.jsonl", 1, {"prompt": "Is it?", **more}).extra == more
 
 
+def test_the_gate_counts_as_the_tiny_base_will(tmp_path):
+    """Rows of 291 tokens once passed: alone, the tokenizer cut digits otherwise than with its model."""
+    rows = pairs()
+    rows[0]["prompt"] = "Add " + " ".join(str(10**7 + n) for n in range(12)) + ", Äpfel, 日本語"
+    corpus = look(write(tmp_path / "mine", pairs=rows))
+    base = {**PROFILES["tiny"]["base"], "pretrain_updates": 2}
+    folder = acquire(base, tmp_path / "models", corpus.build())
+    chat = Chat({**COMMON, "model_dir": str(folder)})
+    assert corpus.longest["prompt"] == len(chat.prompt_ids(rows[0]["prompt"]))
+    longest = max(len(chat.response_ids(row[side])) for row in rows for side in ("chosen", "rejected"))
+    assert corpus.longest["response"] == longest
+
+
 def test_answers_that_become_the_same_tokens_are_equal(tmp_path):  # case B39
     tokenizer = tiny_tokenizer(["it is yes"], 300)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()

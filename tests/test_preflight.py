@@ -132,7 +132,7 @@ def test_padding_that_shows(model_dir, new_role, monkeypatch, side):  # cases B0
     monkeypatch.setattr(preflight, "response_scores", unmasked)
     refused(
         preflight.preference, reward, PAIRS, PAD, DEVICE,
-        match=f"reads an answer alone and {side}-padded alike",
+        match=f"reads an answer alone and beside a longer {side} alike",
     )
 
 

@@ -147,3 +147,28 @@ def test_two_reward_models_mixed_by_hand_and_their_pooling_kept(
     assert [role.name for role in roles] == ["reward helpful", "reward concise"]
     assert not any(p.requires_grad for role in roles for p in role.parameters())
     assert not torch.equal(alone["helpful"](*rows), alone["concise"](*rows))
+
+
+# ---- the rubric ---------------------------------------------------------------------------------
+
+
+def test_the_rubric_pays_one_for_success_on_a_labelled_prompt_and_else_nothing(tmp_path):
+    """By hand; a row without a label (a demonstration) gets 0, and so does a response cut off."""
+    data = tmp_path / "data"
+    (data / "train").mkdir(parents=True)
+    (data / "rubric.py").write_text(
+        "def rubric(prompt, response, finish_reason, row):\n"
+        "    return {'success': response == row['wanted'] and finish_reason == 'eos'}\n"
+    )
+    (data / "train/labels.jsonl").write_text('{"id": "a", "wanted": "xy"}\n{"id": "b", "wanted": "z"}\n')
+    chat = SimpleNamespace(eos_id=2, decode=lambda ids: CHAT.decode([i for i in ids if i != 2]))
+    reward, roles = make_reward("rubric", tmp_path, None, "base", chat, CPU)
+    xy, without_text = [24, 25, 2], [99, 2]
+    answers = [([5], xy), ([5], xy[:-1]), ([6], xy), ([7], xy), ([6], without_text)]
+    batch = make_batch(answers, PAD, CPU)
+    rows = [{"id": name, "prompt": "?"} for name in ("a", "a", "b", "demonstration", "b")]
+    scores = reward(batch, rows)
+    assert scores.dtype == torch.float32 and scores.tolist() == [1, 0, 0, 0, 0] and roles == []
+    mixed, _ = make_reward("rubric=2,length=100", tmp_path, None, "base", chat, CPU)
+    assert mixed(batch, rows).tolist() == [2 + 2, 2, 2, 2, 0]
+    assert reward_files("rubric") == ["data/rubric.py", "data/train/labels.jsonl"]

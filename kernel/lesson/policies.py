@@ -1,4 +1,4 @@
-"""Exercises with PPO: a reward that pays for length, two rewards, and the KL coefficient."""
+"""Exercises with PPO: a judge that is never wrong, one that pays for length, two rewards, the KL."""
 
 from kernel.data.draws import tenths
 from kernel.data.office_rubric import PHRASES
@@ -6,7 +6,50 @@ from kernel.lesson.lab import Lab
 from kernel.lesson.result import Result, curve, ends, mean
 from kernel.measure.ledger import kl_line
 from kernel.measure.tables import show
+from kernel.measure.verdict import paired_bootstrap
 from kernel.score import score_answers
+
+# ---- a judge that is never wrong -----------------------------------------------------------------
+
+SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
+
+
+def perfect_judge(lab: Lab, settings: dict) -> Result:
+    names = {f"seed {seed}": f"perfect-{seed}" for seed in settings["seeds"]}
+    own = [str(x) for key, value in settings["perfect_ppo"].items()
+           for x in (f"--{key.replace('_', '-')}", value)]
+    arms = lab.ppo(
+        {
+            label: [name, "--reward", "rubric", "--no-center-scores", "--generation-seed", str(seed),
+                    *own]
+            for (label, name), seed in zip(names.items(), settings["seeds"])
+        },
+        {"iterations": settings["perfect_iterations"]},
+    )
+    before = lab.greedy(SFT)
+    rows = []
+    for label, name in names.items():
+        after = lab.greedy(f"checkpoints/30_ppo/{name}/continuous/adapter.safetensors")
+        first, last = ends(arms[label], "rubric")
+        change = paired_bootstrap([b - a for a, b in zip(before, after)], settings["seeds"][0])
+        rows.append(
+            [label, first, last, last - first, ends(arms[label], "kl")[1], sum(before), sum(after),
+             change["mean"], f"{change['low']:+.3f} to {change['high']:+.3f}"]
+        )
+    gains = [row[3] for row in rows]
+    greedy = ", ".join(str(row[6]) for row in rows)
+    return Result(
+        ["PPO, paid by the rubric", "samples, first", "samples, last", "gain", "KL, last",
+         f"SFT greedy, of {len(before)}", "PPO greedy", "difference", "95 % interval"],
+        rows,
+        [curve(arms, "rubric", "success of the samples"), curve(arms, "kl", "exact KL per token")],
+        "Paid with 1 for success by the rubric and 0 otherwise, PPO learns: the samples' success rises, "
+        "and so does that of the greedy answers to prompts that it never saw. A run that ends worse for "
+        "the rubric then has its judge to blame and not its optimiser.",
+        f"success of the samples rose by {min(gains):.2f} to {max(gains):.2f} over {len(rows)} seeds; "
+        f"greedy answers {sum(before)} -> {greedy} of {len(before)}",
+    )
+
 
 # ---- a reward that pays for length ---------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def settings_of(p: argparse.ArgumentParser, section: str):
 
 
 def plain_name(text: str) -> str:
-    taken = (*VARIANTS, "judge", "length")  # variants, and what --reward means by them
+    taken = (*VARIANTS, "judge", "length", "rubric")  # variants, and what --reward means by them
     plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text)
     if not plain or text in taken or text.endswith(".py"):
         raise argparse.ArgumentTypeError(

@@ -70,8 +70,8 @@ def padding_gap(role: Role, read, answers: list[tuple], pad_id: int, device) -> 
 
     alone = first_of(answers[0])
     beside = {
-        "right-padded": [longer_response],
-        "left-padded": [longer_prompt],
+        "beside a longer response": [longer_response],
+        "beside a longer prompt": [longer_prompt],
         "in a mixed batch": [longer_prompt, longer_response, *answers[1:]],
     }
     gaps = [
