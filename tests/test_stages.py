@@ -348,7 +348,7 @@ def test_redo_replaces_the_stage_and_everything_behind_it_notices(copy_of_tiny):
 def test_missing_inputs_name_the_stage_that_makes_them(tiny, tmp_path):
     run = tmp_path / "fresh"
     done = run_stage("10_sft", "--run-dir", run, "--profile", "tiny", check=False)
-    assert done.returncode != 0 and "run 00_prepare.py first" in last_line(done)
+    assert done.returncode != 0 and last_line(done).endswith("(run 00_prepare.py)")
     run_stage("00_prepare", "--run-dir", run, "--profile", "tiny")
     done = run_stage("30_ppo", "--run-dir", run, check=False)
     assert done.returncode != 0 and "run 10_sft.py first" in last_line(done)
