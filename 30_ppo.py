@@ -70,7 +70,7 @@ setting("--generation-seed", int, "of the sampled tokens")
 setting("--cutoff-penalty", float, "added to the score of a response without an end token")
 setting("--center-scores", None, "subtract the demonstrations' mean score", action=BooleanOptionalAction)
 setting("--no-cache", None, "read the whole prefix for each token", dest="cached", action="store_false")
-parser.add_argument("--log-every", type=int, default=10, help="iterations between sample texts, 0: none")
+parser.add_argument("--log-every", type=int, default=10, metavar="N", help="iterations between samples")
 args = parser.parse_args()
 
 # ---- run folder and seeds -----------------------------------------------------------------------

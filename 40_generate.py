@@ -55,7 +55,7 @@ by_hand.add_argument("--merge", action="store_true", help="with --export: merged
 by_hand.add_argument("--prompt", metavar="TEXT", help="both policies' answers, with score and KL")
 by_hand.add_argument("--interactive", action="store_true", help="ask until an empty line")
 by_hand.add_argument("--sample", type=int, metavar="N", help="N sampled answers each")
-by_hand.add_argument("--seed", type=int, default=0, help="of --sample")
+by_hand.add_argument("--seed", type=int, metavar="N", default=0, help="of --sample")
 args = parser.parse_args()
 
 # ---- a finished run: another program, and no part of this stage's identity ------------------------

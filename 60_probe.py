@@ -119,7 +119,6 @@ def scored(answers: list[tuple]) -> list[float]:
     return score_answers(judge, answers, chat.pad_id, device).tolist() if answers else []
 
 
-
 # ---- scores of fixed answers: probe candidates, pairs -------------------------------------------
 
 for row, score in zip(probes, scored(candidates)):

@@ -24,6 +24,7 @@ class Lane:
     log: Path | None = None  # None: the terminal
     process: subprocess.Popen | None = None
     began: float = 0.0
+    told: int = 0  # how often the present command got SIGINT
 
     def start_next(self, lock: int) -> None:
         """The next command, in a session of its own: the terminal's Ctrl-C does not reach it.
@@ -38,7 +39,13 @@ class Lane:
         )
         if output:
             output.close()
-        self.began = self.began or time.perf_counter()
+        self.began, self.told = self.began or time.perf_counter(), 0
+
+    def tell(self, times: int) -> None:
+        """One SIGINT for every request to stop that the present command has not had yet."""
+        while self.told < times and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.told += 1
 
     def last_lines(self, count: int) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log else []
@@ -58,40 +65,45 @@ def run_lanes(lanes: list[Lane], lock: int, stop_signals: tuple, ended=None, wai
 
     Raises Failed, or KeyboardInterrupt after one of stop_signals, when all lanes have ended.
     """
-    todo, running, failed, stopped = list(lanes), [], None, False
+    todo, running, failed, requests = list(lanes), [], None, 0
 
-    def tell_to_stop(*_) -> None:
-        nonlocal stopped
-        stopped = True
-        for lane in running:
-            lane.process.send_signal(signal.SIGINT)
+    def request(*_) -> None:  # only counted: a signal may arrive while a command is being started
+        nonlocal requests
+        requests += 1
 
-    before = {number: signal.signal(number, tell_to_stop) for number in stop_signals}
+    before = {number: signal.signal(number, request) for number in stop_signals}
     try:
-        while running or (todo and not stopped):
-            while todo and len(running) < 2 and not stopped:
+        while running or (todo and not requests):
+            while todo and len(running) < 2 and not requests:
                 todo[0].start_next(lock)
                 running.append(todo.pop(0))
             time.sleep(0.2)
-            for lane in [lane for lane in running if lane.process.poll() is not None]:
-                status = lane.process.returncode
-                if status == 0 and lane.commands and not stopped:
+            for lane in list(running):
+                lane.tell(requests)
+                if (status := lane.process.poll()) is None:
+                    continue
+                if status == 0 and lane.commands and not requests:
                     lane.start_next(lock)
                     continue
                 running.remove(lane)
                 if status == 0 and ended:
                     ended(lane)
-                if status != 0 and not stopped:  # how the others end then is of no interest
-                    failed = Failed(lane, status)
-                    tell_to_stop()
+                if status != 0 and not requests:  # how the others end then is of no interest
+                    failed, requests = Failed(lane, status), 1
             if waiting:
                 waiting(running)
+    except BaseException:  # nobody is left behind
+        for lane in running:
+            lane.tell(lane.told + 1)
+        for lane in running:
+            lane.process.wait()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if failed:
         raise failed
-    if stopped:
+    if requests:
         raise KeyboardInterrupt
 
 

@@ -3,8 +3,6 @@
 `qwen` is the reference course. `smollm2` and `tiny` say beside each value why it differs.
 """
 
-
-
 REFERENCE = {
     "common": {
         "base_dtype": "bfloat16",

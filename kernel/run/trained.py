@@ -1,5 +1,6 @@
 """A stage that trains: in variants, saved as it goes, resumed to the bit, and proven equal."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -75,7 +76,8 @@ class TrainedStage(Stage):
             raise KeyboardInterrupt
         self.stopping = True
         # NOTE: a signal may arrive in the middle of a print; the descriptor itself is never busy.
-        os.write(2, b"\nfinishing this update, then saving (Ctrl-C again: stop at once)\n")
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, b"\nfinishing this update, then saving (Ctrl-C again: stop at once)\n")
 
     # -- resume -------------------------------------------------------------------------------------
 
