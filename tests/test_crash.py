@@ -205,7 +205,7 @@ def test_run_all_refuses_a_folder_in_use_and_fresh_takes_the_next_one(tmp_path):
 
 
 def both_lanes_work(run: Path) -> bool:
-    paths = [run / "outputs/10_sft" / v / "metrics.jsonl" for v in ("continuous", "interrupt")]
+    paths = [run / "outputs/20_reward" / v / "metrics.jsonl" for v in ("continuous", "interrupt")]
     return all(path.is_file() and path.read_text().count("\n") >= 3 for path in paths)
 
 
@@ -220,7 +220,7 @@ def lock_is_free(run: Path) -> bool:
 
 def test_ctrl_c_at_a_terminal_stops_both_lanes_and_each_saves(copy_of_tiny, tiny):
     """Cases B37, B45. A real terminal, because only there Ctrl-C goes to a whole process group."""
-    run = without(copy_of_tiny, "10_sft")
+    run = without(copy_of_tiny, "20_reward")
     child, terminal = pty.fork()
     if child == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in the background inherit it ignored
@@ -241,38 +241,38 @@ def test_ctrl_c_at_a_terminal_stops_both_lanes_and_each_saves(copy_of_tiny, tiny
     _, status = os.waitpid(child, 0)
     listener.join()
     assert os.waitstatus_to_exitcode(status) == 130
-    assert f"stopped in 10_sft; to go on: bash run_all.sh tiny --run-dir '{run}'" in "".join(said)
+    assert f"stopped in 20_reward; to go on: bash run_all.sh tiny --run-dir '{run}'" in "".join(said)
     assert lock_is_free(run)  # nobody was left behind
     for variant in ("continuous", "interrupt"):
-        assert list((run / "checkpoints/10_sft" / variant).glob("state_*.json"))
-    done = run_stage("10_sft", "--run-dir", run)
+        assert list((run / "checkpoints/20_reward" / variant).glob("state_*.json"))
+    done = run_stage("20_reward", "--run-dir", run)
     assert "going on after update" in done.stdout
-    assert differences(run, tiny, "10_sft") == []
+    assert differences(run, tiny, "20_reward") == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_a_signal_to_run_all_alone_stops_both_lanes_and_each_saves(copy_of_tiny, number):
     """Case B45. As a shutdown or a closed terminal sends it: each lane gets one SIGINT, passed on."""
-    run = without(copy_of_tiny, "10_sft")
+    run = without(copy_of_tiny, "20_reward")
     command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
     script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: both_lanes_work(run))
     script.send_signal(number)
     _, said = script.communicate()
     assert script.returncode == 130
-    assert f"stopped in 10_sft; to go on: bash run_all.sh tiny --run-dir '{run}'" in said
+    assert f"stopped in 20_reward; to go on: bash run_all.sh tiny --run-dir '{run}'" in said
     assert lock_is_free(run)
-    for text in (said, (run / "outputs/10_sft/interrupt_resume.log").read_text()):
+    for text in (said, (run / "outputs/20_reward/interrupt_resume.log").read_text()):
         assert text.count("finishing this update, then saving") == 1
     for variant in ("continuous", "interrupt"):
-        metrics = run / "outputs/10_sft" / variant / "metrics.jsonl"
-        state, notes = newest_state(run / "checkpoints/10_sft" / variant, metrics.parent)
+        metrics = run / "outputs/20_reward" / variant / "metrics.jsonl"
+        state, notes = newest_state(run / "checkpoints/20_reward" / variant, metrics.parent)
         assert updates_of(state) == metrics.read_text().count("\n") and notes == []
 
 
 def test_lanes_that_outlive_a_killed_run_all_are_named(copy_of_tiny):
     """Case B37: after `kill -9` of the script its stages work on, and their folder stays theirs."""
-    run = without(copy_of_tiny, "10_sft")
+    run = without(copy_of_tiny, "20_reward")
     command = ["bash", str(ROOT / "run_all.sh"), "tiny", "--run-dir", str(run)]
     script = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_until(lambda: both_lanes_work(run))
@@ -281,7 +281,7 @@ def test_lanes_that_outlive_a_killed_run_all_are_named(copy_of_tiny):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"stages that process {script.pid} started, which is gone, still work" in done.stderr
-    stages = subprocess.run(["pgrep", "-f", f"10_sft.py.*{run}"], capture_output=True, text=True)
+    stages = subprocess.run(["pgrep", "-f", f"20_reward.py.*{run}"], capture_output=True, text=True)
     for process in stages.stdout.split():
         os.kill(int(process), signal.SIGKILL)
     wait_until(lambda: lock_is_free(run))

@@ -229,10 +229,9 @@ def test_the_gate_counts_as_the_tiny_base_will(tmp_path):
 
 
 def test_answers_that_become_the_same_tokens_are_equal(tmp_path):  # case B39
-    tokenizer = tiny_tokenizer(["it is yes"], 300)
-    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tiny_tokenizer(["it is yes"], 300).save_pretrained(tmp_path / "tokenizer")
     chat = Chat({**COMMON, **gate.NO_LIMITS, "model_dir": str(tmp_path / "tokenizer")})
+    chat.tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     row = plain_row("pairs.jsonl", 1, {"prompt": "Is it?", "chosen": "Yes", "rejected": "yes"})
     faults = Faults()
     rows = {file: [] for file in ("demonstrations.jsonl", "prompts.jsonl", "probes.jsonl")}

@@ -117,13 +117,13 @@ def test_two_passes_that_differ(model_dir, new_role, monkeypatch):  # case B23
     refused(preflight.supervised, actor, ANSWERS, PAD, DEVICE, match="two forward passes")
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_that_shows(model_dir, new_role, monkeypatch, side):  # cases B01, B21
+@pytest.mark.parametrize("longer", ["response", "prompt"])
+def test_padding_that_shows(model_dir, new_role, monkeypatch, longer):  # cases B01, B21
     reward = new_role(model_dir, "reward", head="normal")
     real = score.response_scores
 
     def unmasked(role, batch):
-        if side == "right":  # the last column, whatever it holds
+        if longer == "response":  # the last column, whatever it holds
             mask = torch.ones_like(batch.response_mask)
             return real(role, batch._replace(response_mask=mask))
         widest = max(batch.prompts, key=len)  # the pads before a prompt counted with it
@@ -132,7 +132,7 @@ def test_padding_that_shows(model_dir, new_role, monkeypatch, side):  # cases B0
     monkeypatch.setattr(preflight, "response_scores", unmasked)
     refused(
         preflight.preference, reward, PAIRS, PAD, DEVICE,
-        match=f"reads an answer alone and beside a longer {side} alike",
+        match=f"reads an answer alone and beside a longer {longer} alike",
     )
 
 

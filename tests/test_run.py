@@ -54,10 +54,10 @@ def defaults(section: str, flag: str) -> str:
     """What --help has to say of a setting: one value, or that of each profile."""
     names = {"--reward-mix": "reward", "--no-cache": "cached"}  # flags that are not named as it is
     name = names.get(flag, flag.removeprefix("--").removeprefix("no-").replace("-", "_"))
-    shown = {
-        profile: "none" if settings[section][name] is None else str(settings[section][name])
-        for profile, settings in PROFILES.items()
-    }
+    values = {profile: settings[section][name] for profile, settings in PROFILES.items()}
+    if flag == "--no-cache":  # the setting says the opposite
+        values = {profile: not value for profile, value in values.items()}
+    shown = {profile: "none" if value is None else str(value) for profile, value in values.items()}
     if len(set(shown.values())) == 1:
         return shown["tiny"]
     return ", ".join(f"{profile} {value}" for profile, value in shown.items())

@@ -371,27 +371,27 @@ def test_an_unfinished_stage_with_other_settings_is_refused_or_started_anew(copy
     (run / "outputs/20_reward/continuous/record.json").unlink()  # as after a crash
     flags = ("--run-dir", run, "--epochs", "0.05")
     done = run_stage("20_reward", *flags, check=False)
-    assert done.returncode != 0 and "reward.epochs: 3 -> 0.05" in last_line(done)
-    assert (run / "checkpoints/20_reward/continuous/state_000315.pt.gz").is_file()
+    assert done.returncode != 0 and "reward.epochs: 2 -> 0.05" in last_line(done)
+    assert (run / "checkpoints/20_reward/continuous/state_000210.pt.gz").is_file()
     done = run_stage("20_reward", *flags, "--redo")
     assert "started anew" in done.stdout
-    assert not (run / "checkpoints/20_reward/continuous/state_000315.pt.gz").exists()
+    assert not (run / "checkpoints/20_reward/continuous/state_000210.pt.gz").exists()
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on_exactly(copy_of_tiny, tiny):
-    run = without(copy_of_tiny, "10_sft", "continuous")
-    command = [sys.executable, str(ROOT / "10_sft.py"), "--run-dir", str(run)]
+    run = without(copy_of_tiny, "20_reward", "continuous")
+    command = [sys.executable, str(ROOT / "20_reward.py"), "--run-dir", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics = run / "outputs/10_sft/continuous/metrics.jsonl"
+    metrics = run / "outputs/20_reward/continuous/metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
     assert "Run the same command again to go on" in out
-    done = run_stage("10_sft", "--run-dir", run)
+    done = run_stage("20_reward", "--run-dir", run)
     assert "going on after update" in done.stdout
-    for name in ("checkpoints/10_sft/continuous/adapter.safetensors",
-                 "outputs/10_sft/continuous/metrics.jsonl"):
+    for name in ("checkpoints/20_reward/continuous/adapter.safetensors",
+                 "outputs/20_reward/continuous/metrics.jsonl"):
         assert sha256_file(run / name) == sha256_file(tiny / name)
 
 
@@ -400,19 +400,19 @@ def test_a_second_process_on_the_same_folder_is_refused_and_a_dead_one_is_not_in
 ):
     """Case B37."""
     run = copy_of_tiny
-    shutil.rmtree(run / "outputs/10_sft/continuous")
-    shutil.rmtree(run / "checkpoints/10_sft/continuous")
-    command = [sys.executable, str(ROOT / "10_sft.py"), "--run-dir", str(run)]
+    shutil.rmtree(run / "outputs/20_reward/continuous")
+    shutil.rmtree(run / "checkpoints/20_reward/continuous")
+    command = [sys.executable, str(ROOT / "20_reward.py"), "--run-dir", str(run)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    metrics = run / "outputs/10_sft/continuous/metrics.jsonl"
+    metrics = run / "outputs/20_reward/continuous/metrics.jsonl"
     wait_until(metrics.exists)
-    second = run_stage("10_sft", "--run-dir", run, check=False)
+    second = run_stage("20_reward", "--run-dir", run, check=False)
     assert second.returncode != 0
     assert f"process {first.pid} is already working" in last_line(second)
     first.kill()
     first.communicate()
-    run_stage("10_sft", "--run-dir", run)
-    adapter = "checkpoints/10_sft/continuous/adapter.safetensors"
+    run_stage("20_reward", "--run-dir", run)
+    adapter = "checkpoints/20_reward/continuous/adapter.safetensors"
     assert sha256_file(run / adapter) == sha256_file(tiny / adapter)
 
 

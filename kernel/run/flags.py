@@ -60,7 +60,8 @@ def settings_of(p: argparse.ArgumentParser, section: str):
             raise ValueError(f"{flag} fits no setting of '{section}' in kernel/run/profiles.py")
         values = {name: profile[section][action.dest] for name, profile in PROFILES.items()}
         off = more.get("action") == "store_false"  # of a flag --no-x the setting says x
-        shown = {name: str(not value if off else value) for name, value in values.items()}
+        values = {name: not value if off else value for name, value in values.items()}
+        shown = {name: "none" if value is None else str(value) for name, value in values.items()}
         if len(set(shown.values())) == 1:
             told = f"default: {shown['qwen']}"
         else:
