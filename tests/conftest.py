@@ -113,7 +113,7 @@ def without(run: Path, stage: str, variant: str = "") -> Path:
     return run
 
 
-def wait_until(holds, seconds: float = 90) -> None:
+def wait_until(holds, seconds: float = 300) -> None:
     end = time.time() + seconds
     while not holds():
         assert time.time() < end, "it did not happen in time"

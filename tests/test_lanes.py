@@ -11,11 +11,11 @@ from conftest import wait_until
 
 from kernel.run.lanes import Failed, Lane, run_lanes
 
-# Writes a line for each SIGINT, ends with the first, or by itself after 30 seconds.
+# Writes a line for each SIGINT, ends with the first, or by itself after minutes.
 PATIENT = (
     "import signal, sys, time\n"
     "def stop(*_): open(sys.argv[1], 'a').write('told\\n'); sys.exit(130)\n"
-    "signal.signal(signal.SIGINT, stop); open(sys.argv[1], 'a').write('begun\\n'); time.sleep(30)\n"
+    "signal.signal(signal.SIGINT, stop); open(sys.argv[1], 'a').write('begun\\n'); time.sleep(200)\n"
 )
 
 
@@ -80,7 +80,7 @@ def test_a_stop_that_arrives_while_a_command_is_started_reaches_it(tmp_path, loc
     began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         run_lanes([Lane("patient", commands, tmp_path / "log")], lock, (signal.SIGUSR1,))
-    assert told(seen) == ["begun", "told"] and time.perf_counter() - began < 20
+    assert told(seen) == ["begun", "told"] and time.perf_counter() - began < 150
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL  # as before
 
 
