@@ -31,7 +31,7 @@ from kernel.run.clocks import Phases
 from kernel.run.errors import one_line_errors
 from kernel.run.peft_layout import load_peft, read_peft
 from kernel.run.trained import TrainedStage
-from kernel.score import make_batch, response_logprobs
+from kernel.score import batches, response_logprobs
 from kernel.supervised import sft_loss
 
 DEMONSTRATIONS, VALIDATION = "data/train/demonstrations.jsonl", "data/validation/pairs.jsonl"
@@ -99,9 +99,8 @@ timings = stage.records("timings.jsonl")
 
 
 def parts_of(answers: list[tuple]):
-    """Batches of --micro-batch answers: what one forward pass reads."""
-    for start in range(0, len(answers), config["micro_batch"]):
-        yield make_batch(answers[start : start + config["micro_batch"]], chat.pad_id, device)
+    """What one forward pass reads."""
+    return batches(answers, config["micro_batch"], chat.pad_id, device)
 
 
 def window_loss(part, tokens: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ reward(batch, rows) -> scores (B,) FP32.
 """
 
 import math
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from kernel.data.chat import Chat
 from kernel.data.files import read_jsonl
 from kernel.data.own_code import load_function, load_rubric
 from kernel.roles import Role, load_role
-from kernel.score import Batch, make_batch, response_scores
+from kernel.score import Batch, batches, response_scores
 
 
 def length(prompts: list[str], responses: list[str]) -> list[float]:
@@ -155,8 +156,7 @@ def make_reward(mix: str, folder: Path, config: dict, base_sha256: str, chat: Ch
 
 def reward_answers(reward, answers: list[tuple], rows: list[dict], pad_id: int, device) -> torch.Tensor:
     """A reward function on any number of (prompt, response) id lists, 16 at a time: (n,) FP32."""
-    parts = []
-    for start in range(0, len(answers), 16):
-        batch = make_batch(answers[start : start + 16], pad_id, device)
-        parts.append(reward(batch, rows[start : start + 16]))
-    return torch.cat(parts)
+    scores, rows = [], iter(rows)
+    for batch in batches(answers, 16, pad_id, device):
+        scores.append(reward(batch, list(islice(rows, len(batch.prompts)))))
+    return torch.cat(scores)

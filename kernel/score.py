@@ -7,7 +7,7 @@ V vocabulary, N active response tokens of the whole batch, row by row.
     state before response token t                place p - 1 + t, with p prompt tokens in the row
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,12 @@ def make_batch(answers: Iterable[tuple[list, list]], pad_id: int, device) -> Bat
     mask = torch.arange(width)[None, :] < lengths[:, None]
     packed = pack([prompt + response for prompt, response in zip(prompts, responses)], device)
     return Batch(prompts, responses, ids.to(device), mask.to(device), packed)
+
+
+def batches(answers: list[tuple], size: int, pad_id: int, device) -> Iterator[Batch]:
+    """Any number of (prompt, response) id lists, `size` rows at a time: what one pass reads."""
+    for start in range(0, len(answers), size):
+        yield make_batch(answers[start : start + size], pad_id, device)
 
 
 def states_at(role: Role, batch: Batch, places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -144,11 +150,8 @@ def score_answers(
 
     `size` answers are read at a time.
     """
-    parts = [
-        response_scores(reward, make_batch(answers[start : start + size], pad_id, device))
-        for start in range(0, len(answers), size)
-    ]
-    return torch.cat(parts)
+    parts = batches(answers, size, pad_id, device)
+    return torch.cat([response_scores(reward, part) for part in parts])
 
 
 @torch.no_grad()

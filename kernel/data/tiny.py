@@ -73,7 +73,6 @@ def pretrain_tiny(
     base: dict, tokenizer, prompts: list[str], answers: list[str]
 ) -> Qwen2ForCausalLM:
     """Plain next-token training on shuffled chats; every token counts, prompts too."""
-
     torch.manual_seed(base["seed"])
     model = Qwen2ForCausalLM(
         Qwen2Config(

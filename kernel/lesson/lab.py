@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -41,12 +42,17 @@ class Lab:
         self.logs = folder / "exercises" / "logs"
         self.besides = {}  # corpus -> Lab: a folder is locked once
 
-    def open(self) -> "Lab":
-        """Read what 00_prepare wrote."""
-        self.run = RunFolder(self.dir)
-        self.chat = Chat(self.run.common)
-        self.device = torch.device(self.run.common["device"])
-        return self
+    @cached_property
+    def run(self) -> RunFolder:
+        return RunFolder(self.dir)
+
+    @cached_property
+    def chat(self) -> Chat:
+        return Chat(self.run.common)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.run.common["device"])
 
     def beside(self, corpus: str) -> "Lab":
         """A run folder like this one, with another built-in corpus."""
@@ -180,7 +186,7 @@ def open_lab(folder: Path, profile: str, redo: bool, flags: list[str] = ()) -> L
     lab = Lab(folder, redo, lock)
     if not (folder / "config.json").is_file():
         lab.stages([["00_prepare", "--profile", profile, *flags]])
-    return lab.open()
+    return lab
 
 
 def left_to_do(log: Path) -> str:

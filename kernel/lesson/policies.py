@@ -15,25 +15,24 @@ SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
 
 
 def perfect_judge(lab: Lab, settings: dict) -> Result:
-    names = {f"seed {seed}": f"perfect-{seed}" for seed in settings["seeds"]}
-    own = [str(x) for key, value in settings["perfect_ppo"].items()
-           for x in (f"--{key.replace('_', '-')}", value)]
+    flags = ["--reward", "rubric", "--no-center-scores"]
+    for key, value in settings["perfect_ppo"].items():
+        flags += [f"--{key.replace('_', '-')}", str(value)]
     arms = lab.ppo(
         {
-            label: [name, "--reward", "rubric", "--no-center-scores", "--generation-seed", str(seed),
-                    *own]
-            for (label, name), seed in zip(names.items(), settings["seeds"])
+            f"seed {seed}": [f"perfect-{seed}", *flags, "--generation-seed", str(seed)]
+            for seed in settings["seeds"]
         },
         {"iterations": settings["perfect_iterations"]},
     )
     before = lab.greedy(SFT)
     rows = []
-    for label, name in names.items():
-        after = lab.greedy(f"checkpoints/30_ppo/{name}/continuous/adapter.safetensors")
-        first, last = ends(arms[label], "rubric")
+    for seed, (label, figures) in zip(settings["seeds"], arms.items()):
+        after = lab.greedy(f"checkpoints/30_ppo/perfect-{seed}/continuous/adapter.safetensors")
+        first, last = ends(figures, "rubric")
         change = paired_bootstrap([b - a for a, b in zip(before, after)], settings["seeds"][0])
         rows.append(
-            [label, first, last, last - first, ends(arms[label], "kl")[1], sum(before), sum(after),
+            [label, first, last, last - first, ends(figures, "kl")[1], sum(before), sum(after),
              change["mean"], f"{change['low']:+.3f} to {change['high']:+.3f}"]
         )
     gains = [row[3] for row in rows]
@@ -83,15 +82,15 @@ MIX = "helpful=0.7,concise=0.3"
 def two_rewards(lab: Lab, settings: dict) -> Result:
     two = lab.beside("two-rewards")
     epochs = ["--epochs", str(settings["two_epochs"])]
-    judges = ("helpful", "concise")
-    rewards = [["20_reward", "--name", n, "--pairs", f"pairs-{n}", *epochs] for n in judges]
+    alone = ("helpful", "concise")
+    rewards = [["20_reward", "--name", n, "--pairs", f"pairs-{n}", *epochs] for n in alone]
     two.stages([["10_sft"], *rewards])
     kl = ["--kl-coef", str(settings["two_kl_coef"])]
     names = {"helpful": "helpful", "concise": "concise", MIX: "mix"}
     arms = two.ppo(
         {reward: [name, "--reward-mix", reward, *kl] for reward, name in names.items()}, settings
     )
-    judges = [two.reward(name) for name in judges]
+    judges = [two.reward(name) for name in alone]
     steps = {
         row["id"]: PHRASES[row["expected_action"]]
         for row in two.run.rows("data/train/labels.jsonl")
