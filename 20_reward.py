@@ -1,6 +1,7 @@
 """Stage 20: the reward model. The base, own adapters and a scalar head learn which answer is preferred.
 
 In:   data/train/pairs.jsonl, data/validation/pairs.jsonl     prompt, chosen, rejected
+      with --pairs pairs,FILE.jsonl,... further training pairs of your own, e.g. labelled answers of PPO
 Out:  checkpoints/20_reward/<variant>/   resume states, adapter.safetensors (adapters and head)
       outputs/20_reward/<variant>/       metrics.jsonl, timings.jsonl
 
@@ -13,9 +14,12 @@ were trained. It predicts a simulated preference, nobody's satisfaction. Validat
     python 20_reward.py                    # or --variant interrupt, resume, check
 """
 
+from pathlib import Path
+
 import torch
 
 from kernel.data.chat import Chat
+from kernel.data.corpus import pair_files
 from kernel.data.draws import Draws, spread, updates_for
 from kernel.data.files import read_jsonl
 from kernel.measure.pairs import pair_counts
@@ -32,7 +36,8 @@ WRITES = ["checkpoints/20_reward", "outputs/20_reward"]
 
 
 def reads(settings: dict) -> list[str]:
-    return [f"data/{split}/{settings['pairs']}.jsonl" for split in ("train", "validation")]
+    name, own = pair_files(settings["pairs"])
+    return [*(f"data/{split}/{name}.jsonl" for split in ("train", "validation")), *own]
 
 
 # ---- flags --------------------------------------------------------------------------------------
@@ -45,7 +50,7 @@ setting("--batch", int, "pairs per update")
 setting("--micro-batch", int, "pairs per forward pass: changes memory, not the loss")
 setting("--learning-rate", float, "peak learning rate")
 setting("--validation-rows", int, "pairs to follow loss and accuracy on")
-setting("--pairs", str, "train on data/train/NAME.jsonl", metavar="NAME")
+setting("--pairs", str, "train on data/train/NAME.jsonl and files of your own", metavar="NAME[,FILE...]")
 setting("--pooling", None, "response tokens that the head reads", choices=("last", "mean"))
 setting("--reward-seed", int, "start of adapters and head")
 args = parser.parse_args()
@@ -54,7 +59,7 @@ args = parser.parse_args()
 
 stage = TrainedStage.begin("20_reward", "reward", args, reads, WRITES)
 config, device = stage.config, stage.device
-TRAIN, VALIDATION = reads(config)
+TRAIN, VALIDATION, *OWN = reads(config)
 if stage.variant == "check":
     stage.prove(("adapter.safetensors", "metrics.jsonl"))
 
@@ -62,6 +67,12 @@ if stage.variant == "check":
 
 chat = Chat(config)
 train = chat.encode_pairs(read_jsonl(stage.dir / TRAIN), TRAIN)  # (prompt, chosen, rejected) ids
+for file in OWN:
+    from kernel.gate.rows import read_pairs  # whatever shape they have
+
+    train += chat.encode_pairs(read_pairs(Path(file)), file)
+if OWN:
+    print(f"{len(train)} training pairs, those of {len(OWN)} own file(s) among them")
 shown = spread(read_jsonl(stage.dir / VALIDATION), config["validation_rows"])
 validation = chat.encode_pairs(shown, VALIDATION)
 draws = Draws(len(train), config["sampler_seed"])

@@ -30,7 +30,7 @@ from kernel.data.draws import Draws, spread, tenths
 from kernel.data.files import read_jsonl, write_atomic
 from kernel.measure.iteration import rollout_metrics, rollout_records, update_metrics
 from kernel.optim import Optimizer
-from kernel.reward import make_reward, reward_answers, reward_files
+from kernel.reward import make_reward, reward_answers, reward_files, score_scale
 from kernel.roles import check_isolation, frozen_fingerprints, load_adapter, make_role, save_adapter
 from kernel.rollout import sample
 from kernel.run import flags, preflight
@@ -69,6 +69,7 @@ setting("--gae-lambda", float, "0: one-step advantages; 1: all the way to the en
 setting("--generation-seed", int, "of the sampled tokens")
 setting("--cutoff-penalty", float, "added to the score of a response without an end token")
 setting("--center-scores", None, "subtract the demonstrations' mean score", action=BooleanOptionalAction)
+setting("--normalize-scores", int, "SFT answers whose scores get mean 0 and deviation 1; 0: off")
 setting("--no-cache", None, "read the whole prefix for each token", dest="cached", action="store_false")
 parser.add_argument("--log-every", type=int, default=10, metavar="N", help="iterations between samples")
 args = parser.parse_args()
@@ -118,7 +119,11 @@ critic_optimizer = Optimizer(critic.learned(), updates, config["critic_lr"], con
 # Always looked at: whatever is wrong with a reward function of one's own shows before the loop.
 zero_point = reward_answers(reward, demonstrations, known, chat.pad_id, device).mean().item()
 # A zero critic meets scores far from zero: at first every answer would look good (or bad).
-center = zero_point if config["center_scores"] else 0.0
+center, scale = zero_point if config["center_scores"] else 0.0, 1.0
+if config["normalize_scores"]:  # the score of SFT's own answers is then 0 +- 1, whatever the judge
+    some = spread(list(zip(rows, prompts)), config["normalize_scores"])
+    center, scale = score_scale(reward, reference, some, chat, device, config["generation_seed"])
+    print(f"scores are shifted by {-center:+.2f} and divided by {scale:.2f} ({len(some)} SFT answers)")
 
 # ---- resume: only between iterations, so no rollout is ever pending or repeated -----------------
 
@@ -160,6 +165,7 @@ for iteration in bar:
     # 3. One score per response, from the judge (or what stands in its place).
     with phases("judge"):
         scores = reward(batch, asked)  # (B,)
+        paid = (scores - center) / scale  # (B,)
 
     # 4. Actor and critic read the tokens in one pass each. Both still are what they were while sampling,
     # so these passes, with their graphs, are those of the first update as well.
@@ -173,8 +179,7 @@ for iteration in bar:
     # 5. Token rewards, advantages, returns. They do not change during the updates below.
     old_values = new_values.detach()  # (B, T)
     rewards = ppo.token_rewards(
-        scores - center, old_logprobs, ref_logprobs, mask, finished, config["kl_coef"],
-        config["cutoff_penalty"],
+        paid, old_logprobs, ref_logprobs, mask, finished, config["kl_coef"], config["cutoff_penalty"]
     )
     advantages, returns = ppo.gae(rewards, old_values, mask, config["gamma"], config["gae_lambda"])
     tokens = {  # (B, T) each: all that is known of every sampled token
@@ -207,13 +212,13 @@ for iteration in bar:
     # Records: a row of metrics, and per response everything that a reader needs to redo its arithmetic.
     row = {
         "iteration": iteration,
-        **rollout_metrics(scores, center, finished, tokens, mask),
+        **rollout_metrics(scores, paid, finished, tokens, mask),
         **update_metrics(done_updates),
     }
     history.append(row)
     metrics.write(row)
     records = rollout_records(
-        iteration, asked, batch, finished, scores, center, tokens, done_updates, chat
+        iteration, asked, batch, finished, scores, center, scale, tokens, done_updates, chat
     )
     for record, first in zip(records, logits):
         rollouts.write(record)
@@ -226,7 +231,7 @@ for iteration in bar:
     if args.log_every and iteration % args.log_every == 0:
         for record in records[:3]:
             total = sum(record["rewards"])
-            score = record["score"] - center
+            score = (record["score"] - center) / scale
             bar.write(f"  {record['text']!r}")
             bar.write(f"    score {score:+.2f}  penalty {total - score:+.3f}  total {total:+.2f}")
     if stage.save_due(iteration, stop):

@@ -25,6 +25,7 @@ from kernel.data.chat import Chat
 from kernel.data.files import read_jsonl
 from kernel.data.own_code import load_function, load_rubric
 from kernel.roles import Role, load_role
+from kernel.rollout import sample
 from kernel.score import Batch, batches, response_scores
 
 
@@ -160,3 +161,30 @@ def reward_answers(reward, answers: list[tuple], rows: list[dict], pad_id: int, 
     for batch in batches(answers, 16, pad_id, device):
         scores.append(reward(batch, list(islice(rows, len(batch.prompts)))))
     return torch.cat(scores)
+
+
+def score_scale(
+    reward, policy: Role, asked: list[tuple[dict, list[int]]], chat: Chat, device, seed: int
+) -> tuple[float, float]:
+    """(center, scale): mean and standard deviation of the scores of a policy's own answers.
+
+    asked: (corpus row, prompt ids), one answer each, sampled with a generator of its own. Scores that are
+    shifted and divided by them have mean 0 and standard deviation 1 before PPO starts, so a KL coefficient
+    means the same for every judge. Source: Ziegler et al. 2019, section 2. Raises ValueError if the scores
+    do not differ.
+    """
+    generator, scores = torch.Generator().manual_seed(seed), []
+    for start in range(0, len(asked), 16):
+        rows, prompts = zip(*asked[start : start + 16])
+        batch = sample(
+            policy, prompts, chat.response_limit, chat.eos_id, chat.pad_id, device, generator
+        ).batch
+        scores.append(reward(batch, rows))
+    scores = torch.cat(scores)  # (n,)
+    center, scale = scores.mean().item(), scores.std(unbiased=False).item()
+    if scale == 0:
+        raise ValueError(
+            f"--normalize-scores: {len(asked)} sampled answers all score {center:g}; ask for more, "
+            "or leave the scores as they are (0)"
+        )
+    return center, scale

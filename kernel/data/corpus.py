@@ -52,6 +52,22 @@ class Corpus(NamedTuple):
     longest: dict[str, int] | None = None  # tokens of the longest prompt and response, if looked at
 
 
+def pair_files(pairs: str) -> tuple[str, list[str]]:
+    """`20_reward.py --pairs`: the name of a pairs file of the corpus, and own files beside it.
+
+    "pairs,second.jsonl" -> ("pairs", ["/where/second.jsonl"]). Raises ValueError without exactly one name.
+    """
+    parts = [part.strip() for part in pairs.split(",")]
+    own = [str(Path(part).resolve()) for part in parts if part.endswith(".jsonl")]
+    names = [part for part in parts if not part.endswith(".jsonl")]
+    if len(names) != 1 or not names[0] or len(set(own)) < len(own):
+        raise ValueError(
+            f"--pairs {pairs}: wanted NAME or NAME,FILE.jsonl,...: one name of the corpus's own pairs "
+            "(it has validation pairs too), then files, each once"
+        )
+    return names[0], own
+
+
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 

@@ -126,9 +126,10 @@ def iteration_figures(where: str, group: list[dict], own: dict) -> dict[str, flo
     tokens = {name: padded([row[name] for row in group]) for name in iteration.RECORDED}  # (B, T)
     mask = padded([[1] * len(row["response_ids"]) for row in group], torch.bool)
     finished = torch.tensor([row["finish_reason"] == "eos" for row in group])
-    scores, center = torch.tensor([row["score"] for row in group]), group[0]["center"]
+    scores = torch.tensor([row["score"] for row in group])
+    paid = (scores - group[0]["center"]) / group[0]["scale"]
     rewards = ppo.token_rewards(
-        scores - center, tokens["old_logprobs"], tokens["ref_logprobs"], mask, finished,
+        paid, tokens["old_logprobs"], tokens["ref_logprobs"], mask, finished,
         own["kl_coef"], own["cutoff_penalty"],
     )
     advantages, returns = ppo.gae(
@@ -137,7 +138,7 @@ def iteration_figures(where: str, group: list[dict], own: dict) -> dict[str, flo
     again = {"rewards": rewards, "advantages": advantages, "returns": returns}
     for name, tensor in again.items():
         check(name, same, [row[name] for row in group], tensor)
-    figures = iteration.rollout_metrics(scores, center, finished, tokens | again, mask)
+    figures = iteration.rollout_metrics(scores, paid, finished, tokens | again, mask)
     for epoch in range(own["ppo_epochs"]):
         ratio = padded([row["ratios"][epoch] for row in group]).masked_fill(~mask, 1)
         policy_loss, seen = ppo.policy_loss(

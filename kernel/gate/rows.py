@@ -15,6 +15,7 @@ the prompt; longer conversations are refused.
 import codecs
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +66,7 @@ def read(folder: Path, faults: Faults) -> dict[str, list[Row]]:
         path = folder / file
         if not path.is_file():
             continue
-        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
-        for line, raw in enumerate(content.split(b"\n"), start=1):
-            if not raw.strip():
-                continue
+        for line, raw in lines(path):
             try:
                 row = plain_row(file, line, parse(raw))
             except Fault as fault:
@@ -78,6 +76,30 @@ def read(folder: Path, faults: Faults) -> dict[str, list[Row]]:
                 faults.add(kind, text, file, line)
             rows[file].append(row)
     return rows
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number counted from 1, bytes) of each line that is not blank."""
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, raw in enumerate(content.split(b"\n"), start=1):
+        if raw.strip():
+            yield number, raw
+
+
+def read_pairs(path: Path) -> list[dict]:
+    """prompt, chosen, rejected of one file of pairs, in any shape. ValueError with the first bad row."""
+    pairs = []
+    for number, raw in lines(path):
+        try:
+            row = plain_row("pairs.jsonl", number, parse(raw))
+            for kind, text in text_faults(row):
+                raise Fault(kind, text)
+        except Fault as fault:
+            raise ValueError(f"{path} row {number}: {fault}") from None
+        pairs.append({"prompt": row.prompt, "chosen": row.answers[0], "rejected": row.answers[1]})
+    if not pairs:
+        raise ValueError(f"{path}: no rows")
+    return pairs
 
 
 def finite(number: str) -> float:

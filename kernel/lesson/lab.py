@@ -13,8 +13,9 @@ import torch
 from tqdm import tqdm
 
 from kernel.data.chat import Chat
+from kernel.data.corpus import sha256
 from kernel.data.draws import spread
-from kernel.data.files import REPOSITORY
+from kernel.data.files import REPOSITORY, read_json, sha256_file, write_json
 from kernel.data.own_code import load_rubric
 from kernel.measure.calibration import card
 from kernel.measure.ledger import by_iteration, judged_rollouts
@@ -25,13 +26,25 @@ from kernel.run.folder import RunFolder
 from kernel.run.lanes import Failed, Lane, run_lanes
 from kernel.run.lock import take
 from kernel.run.profiles import PROFILES
-from kernel.score import score_pairs
+from kernel.score import score_answers, score_pairs
 
 SHARED = (  # flags of 00_prepare for settings that a folder beside takes over
     "--base-dtype --device --threads --threads-alone --lora-r --lora-alpha --prompt-limit "
     "--response-limit --context-limit"
 ).split()
 CARD_PAIRS = 180  # of a split, at most, on a report card
+SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
+
+
+def actor(name: str) -> str:
+    """Where the policy of a named PPO run lies in a run folder."""
+    return f"checkpoints/30_ppo/{name}/continuous/adapter.safetensors"
+
+
+def flags_of(settings: dict) -> list[str]:
+    """Settings of a stage as its flags: {"kl_coef": 0.1} -> ["--kl-coef", "0.1"]."""
+    return [text for key, value in settings.items()
+            for text in (f"--{key.replace('_', '-')}", str(value))]
 
 
 class Lab:
@@ -142,26 +155,67 @@ class Lab:
         )
         return {label: by_iteration(self.judged(name)) for label, (name, *_) in arms.items()}
 
+    # -- answers of a policy, kept in exercises/answers/ --------------------------------------------
+
     @torch.no_grad()
-    def greedy(self, adapter: str) -> list[bool]:
-        """The rubric's success of a policy's greedy answers, one per distinct held-out prompt."""
-        path = self.dir / adapter
+    def answers(self, adapter: str, rows: list[dict], seed: int | None, times: int = 1) -> list[dict]:
+        """`times` answers of a policy to each prompt: id, prompt, response_ids, text, finish_reason.
+
+        rows: of a prompts.jsonl. seed: of the sampling at temperature 1; None is greedy. What is in
+        exercises/answers/ from the same adapter, prompts and seed is not asked again.
+        """
+        path, chat = self.dir / adapter, self.chat
+        asked = [row for row in rows for _ in range(times)]
+        of = {
+            "adapter": sha256_file(path), "prompts": sha256("\0".join(row["prompt"] for row in asked)),
+            "seed": seed,
+        }
+        stage, *place = Path(adapter).parts[1:-2]
+        name = "-".join([*place[:1], stage, "greedy" if seed is None else f"sampled-{seed}"])
+        kept = self.dir / "exercises" / "answers" / f"{name}.json"
+        if kept.is_file() and (before := read_json(kept))["of"] == of:
+            return before["answers"]
         role = load_role("actor", path, self.run.common, self.run.base_sha256, self.device)
-        labels = {row["id"]: row for row in self.run.rows("data/heldout/labels.jsonl")}
-        rows = {row["prompt"]: row for row in reversed(self.run.rows("data/heldout/prompts.jsonl"))}
-        asked, rubric, found = [*rows.values()], load_rubric(self.dir / "data/rubric.py"), []
-        size = PROFILES[self.run.profile]["generate"]["generate_batch"]
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        size, found = PROFILES[self.run.profile]["generate"]["generate_batch"], []
+        quiet = not sys.stderr.isatty()
+        bar = tqdm(total=len(asked), desc=f"answers {name}", leave=False, mininterval=30 if quiet else 0.5)
         for start in range(0, len(asked), size):
-            part, chat = asked[start : start + size], self.chat
+            part = asked[start : start + size]
             batch, _, finished, _ = sample(
-                role, chat.encode_prompts(part, "data/heldout/prompts.jsonl"), chat.response_limit,
-                chat.eos_id, chat.pad_id, self.device,
+                role, chat.encode_prompts(part, "prompts.jsonl"), chat.response_limit, chat.eos_id,
+                chat.pad_id, self.device, generator,
             )
             for row, ids, ended in zip(part, batch.responses, finished):
-                reason = "eos" if ended else "length"
-                verdict = rubric(row["prompt"], chat.decode(ids), reason, labels[row["id"]])
-                found.append(bool(verdict["success"]))
+                found.append({
+                    "id": row["id"], "prompt": row["prompt"], "response_ids": ids,
+                    "text": chat.decode(ids), "finish_reason": "eos" if ended else "length",
+                })
+            bar.update(len(part))
+        bar.close()
+        write_json(kept, {"of": of, "answers": found})
         return found
+
+    def judged_answers(self, answers: list[dict], split: str) -> list[dict]:
+        """The same answers with the rubric's `success`: True, False, or None without a rubric."""
+        labels = {row["id"]: row for row in self.run.rows(f"data/{split}/labels.jsonl")}
+        rubric = load_rubric(self.dir / "data/rubric.py")
+
+        def success(row: dict) -> bool | None:
+            return rubric(row["prompt"], row["text"], row["finish_reason"], labels[row["id"]])["success"]
+
+        return [{**row, "success": success(row)} for row in answers]
+
+    def greedy(self, adapter: str) -> list[dict]:
+        """A policy's greedy answers with the rubric's success, one per distinct held-out prompt."""
+        rows = {row["prompt"]: row for row in reversed(self.run.rows("data/heldout/prompts.jsonl"))}
+        return self.judged_answers(self.answers(adapter, [*rows.values()], None), "heldout")
+
+    def mean_score(self, judge: Role, answers: list[dict]) -> float:
+        """A reward model's mean score of answers."""
+        prompts = self.chat.encode_prompts(answers, "prompts.jsonl")
+        ids = [(prompt, row["response_ids"]) for prompt, row in zip(prompts, answers)]
+        return score_answers(judge, ids, self.chat.pad_id, self.device).mean().item()
 
     def rollouts(self, name: str) -> list[dict]:
         return self.run.rows(f"outputs/30_ppo/{name}/continuous/rollouts.jsonl")

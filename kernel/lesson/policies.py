@@ -2,7 +2,7 @@
 
 from kernel.data.draws import tenths
 from kernel.data.office_rubric import PHRASES
-from kernel.lesson.lab import Lab
+from kernel.lesson.lab import SFT, Lab, actor, flags_of
 from kernel.lesson.result import Result, curve, ends, mean
 from kernel.measure.ledger import kl_line
 from kernel.measure.tables import show
@@ -11,13 +11,8 @@ from kernel.score import score_answers
 
 # ---- a judge that is never wrong -----------------------------------------------------------------
 
-SFT = "checkpoints/10_sft/continuous/adapter.safetensors"
-
-
 def perfect_judge(lab: Lab, settings: dict) -> Result:
-    flags = ["--reward", "rubric", "--no-center-scores"]
-    for key, value in settings["perfect_ppo"].items():
-        flags += [f"--{key.replace('_', '-')}", str(value)]
+    flags = ["--reward", "rubric", "--no-center-scores", *flags_of(settings["perfect_ppo"])]
     arms = lab.ppo(
         {
             f"seed {seed}": [f"perfect-{seed}", *flags, "--generation-seed", str(seed)]
@@ -25,10 +20,10 @@ def perfect_judge(lab: Lab, settings: dict) -> Result:
         },
         {"iterations": settings["perfect_iterations"]},
     )
-    before = lab.greedy(SFT)
+    before = [row["success"] for row in lab.greedy(SFT)]
     rows = []
     for seed, (label, figures) in zip(settings["seeds"], arms.items()):
-        after = lab.greedy(f"checkpoints/30_ppo/perfect-{seed}/continuous/adapter.safetensors")
+        after = [row["success"] for row in lab.greedy(actor(f"perfect-{seed}"))]
         first, last = ends(figures, "rubric")
         change = paired_bootstrap([b - a for a, b in zip(before, after)], settings["seeds"][0])
         rows.append(

@@ -16,8 +16,8 @@ from kernel.ppo import response_mean
 
 
 def rollout_metrics(
-    scores: torch.Tensor,  # (B,)
-    center: float,
+    scores: torch.Tensor,  # (B,), as the reward function gave them
+    paid: torch.Tensor,  # (B,), shifted and divided: what the last token's reward holds
     finished: torch.Tensor,  # (B,) bool
     tokens: dict[str, torch.Tensor],
     response_mask: torch.Tensor,  # (B, T) bool
@@ -31,7 +31,7 @@ def rollout_metrics(
         "score": scores.mean().item(),
         "kl": mean["kl"],  # exact, policy against reference
         "log_ratio": response_mean(log_ratio, response_mask).item(),  # one sample of it
-        "kl_reward": (tokens["rewards"].sum(1) - (scores - center)).mean().item(),
+        "kl_reward": (tokens["rewards"].sum(1) - paid).mean().item(),
         "tokens": response_mask.sum(1).float().mean().item(),
         "finished": finished.float().mean().item(),
         "scoring_gap": gap.item(),  # prefix by prefix against whole sequence
@@ -80,6 +80,7 @@ def rollout_records(
     finished: torch.Tensor,  # (B,) bool
     scores: torch.Tensor,  # (B,)
     center: float,
+    scale: float,
     tokens: dict[str, torch.Tensor],
     updates: list[dict],
     chat,
@@ -103,6 +104,7 @@ def rollout_records(
             "finish_reason": "eos" if finished[b] else "length",
             "score": scores[b].item(),
             "center": center,
+            "scale": scale,
             **{name: own(tokens[name]) for name in RECORDED},
             "new_values": [own(update["values"]) for update in updates],
             "ratios": [own(update["ratio"]) for update in updates],

@@ -83,7 +83,7 @@ def token_credit(row: dict, labels: list[str], own: dict, prompts: dict[str, str
     for t in range(last + 1):
         line = {"t": t + 1, **{name: row[key][t] for name, key in columns.items()}}
         line["kl_reward"] = -own["kl_coef"] * (line["old"] - line["ref"])
-        line["judge"] = row["score"] - row["center"] + cut if t == last else None
+        line["judge"] = (row["score"] - row["center"]) / row["scale"] + cut if t == last else None
         line["updates"] = [(r[t], clip[t]) for r, clip in zip(row["ratios"], row["clip_bites"])]
         line["weight"] = round(abs(line["advantage"]) / largest, 3)
         lines.append(line)

@@ -10,8 +10,10 @@ from kernel.run.profiles import PROFILES
 
 COUNTS = (  # settings that must be positive
     "epochs batch micro_batch validation_rows iterations stop_at rollouts ppo_epochs generate_batch "
-    "threads threads_alone lora_r lora_alpha prompt_limit response_limit context_limit"
+    "threads threads_alone lora_r lora_alpha prompt_limit response_limit context_limit "
+    "perfect_iterations rounds rounds_iterations rounds_epochs label_prompts"
 ).split()
+OFF_AT_ZERO = ("normalize_scores",)  # a count, or 0
 VARIANTS = ("continuous", "interrupt", "resume", "check")
 
 
@@ -107,4 +109,6 @@ def override(section: dict, args) -> dict:
             raise ValueError(f"--{key.replace('_', '-')} must be a finite number, not {value}")
         if key in COUNTS and number and value <= 0:
             raise ValueError(f"--{key.replace('_', '-')} must be positive, not {value}")
+        if key in OFF_AT_ZERO and value < 0:
+            raise ValueError(f"--{key.replace('_', '-')} must be 0 (off) or more, not {value}")
     return merged

@@ -53,6 +53,7 @@ REFERENCE = {
         "gae_lambda": 0.95,
         "cutoff_penalty": -1.0,  # added to the score of a response cut off without EOS
         "center_scores": False,  # True: subtract the judge's mean score of the demonstrations
+        "normalize_scores": 0,  # over so many SFT answers: their scores get mean 0, deviation 1
         "generation_seed": 249,
         "cached": True,  # False: read the whole prefix anew for each token
     },
@@ -72,6 +73,16 @@ REFERENCE = {
         "iterations": 40,  # of each PPO run
         "perfect_iterations": 30,  # of each PPO run in `perfect-judge`
         "perfect_ppo": {"rollouts": 12},  # its other settings: a yes or no says less than a score
+        "rounds": 2,  # of PPO in `rounds`, with new labels and a new judge between two of them
+        "rounds_iterations": 40,
+        "rounds_ppo": {  # the brakes, each measured in kernel/lesson/README.md
+            "rollouts": 16, "normalize_scores": 64, "kl_coef": 0.05, "critic_lr": 2e-4,
+        },
+        "rounds_epochs": 1,  # of a next judge, over the corpus's pairs and the labelled ones
+        "label_prompts": 672,  # training prompts whose sampled answers are labelled
+        "sft_answers": 2,  # labelled per prompt, and of each round's policy
+        "policy_answers": 1,
+        "label_seed": 749,
     },
 }
 
@@ -154,7 +165,10 @@ PROFILES = {
         exercise={"reward_epochs": 1.0, "two_epochs": 4.0, "two_kl_coef": 1.0,
                   # gains of 0.34 to 0.48 over three seeds; 0.21 to 0.25 with 16 and a critic at 5e-3,
                   # which swings past scores of 0 and 1 (actor at 2e-3: 0.13 to 0.27)
-                  "perfect_ppo": {"rollouts": 32, "critic_lr": 1e-3}},
+                  "perfect_ppo": {"rollouts": 32, "critic_lr": 1e-3},
+                  "rounds_ppo": {"rollouts": 32, "normalize_scores": 64, "kl_coef": 0.1,
+                                 "critic_lr": 1e-3},
+                  "rounds_epochs": 2},
         ppo={
             "iterations": 40,
             "stop_at": 16,
