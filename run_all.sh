@@ -11,8 +11,9 @@ usage() {
 bash run_all.sh [smollm2|tiny|qwen] [options]     run the pipeline
 bash run_all.sh verify [run folder]               recompute a run's hashes and figures, train nothing
 bash run_all.sh report [run folder]               write a run's report.html and report.md again
-bash run_all.sh exercise NAME [options]           an experiment of the lesson (exercises: all six): perfect-judge,
-                                                  pooling, calibration, length-hack, two-rewards, kl-sweep
+bash run_all.sh exercise NAME [options]           an experiment of the lesson: perfect-judge, rounds, brakes, pooling,
+                                                  calibration, length-hack, two-rewards, kl-sweep
+                                                  (exercises: all but brakes, the longest)
 bash run_all.sh test [pytest arguments]           set up and run the tests
 
   profile   base model                        time       memory     disk
@@ -64,7 +65,7 @@ case "$mode" in
     exercise)
         [ $# -ge 1 ] || { echo "run_all.sh: exercise needs a name; --help lists them" >&2; exit 2; }
         exercises=("$1") profile=smollm2; shift ;;
-    exercises) exercises=(perfect-judge pooling calibration length-hack two-rewards kl-sweep) profile=smollm2 ;;
+    exercises) exercises=(perfect-judge rounds pooling calibration length-hack two-rewards kl-sweep) profile=smollm2 ;;
 esac
 if [ "$mode" = verify ] || [ "$mode" = report ]; then
     [ $# -le 1 ] || { echo "run_all.sh: $mode takes one run folder" >&2; exit 2; }

@@ -1,7 +1,7 @@
-"""The lesson: six experiments on reward models and KL, each one command, a table and a picture.
+"""The lesson: experiments on PPO, reward models and KL, each one command, a table and a picture.
 
     bash run_all.sh exercise length-hack --profile tiny      # in runs/tiny; default: smollm2
-    bash run_all.sh exercises --profile tiny                 # all six
+    bash run_all.sh exercises --profile tiny                 # all but brakes
 
 A recipe runs the ordinary stages with flags, beside the run's own results (`--name`) or in a run folder
 of its own with another corpus, reads their records and writes
@@ -22,6 +22,7 @@ from kernel.lesson.judges import calibration, pooling
 from kernel.lesson.lab import open_lab
 from kernel.lesson.policies import kl_sweep, length_hack, perfect_judge, two_rewards
 from kernel.lesson.result import Result
+from kernel.lesson.rounds import brakes, rounds
 from kernel.measure.tables import markdown
 from kernel.report.panels import picture
 from kernel.run.errors import one_line_errors
@@ -31,6 +32,8 @@ from kernel.run.profiles import PROFILES
 
 EXERCISES = {
     "perfect-judge": perfect_judge,
+    "rounds": rounds,
+    "brakes": brakes,
     "pooling": pooling,
     "calibration": calibration,
     "length-hack": length_hack,
@@ -66,12 +69,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+")
     for name in ("reward_epochs", "lesson_epochs", "two_epochs"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float)
-    for name in ("iterations", "perfect_iterations"):
+    parser.add_argument("--rounds-epochs", type=float)
+    for name in (
+        "iterations", "perfect_iterations", "rounds", "rounds_iterations", "label_prompts", "label_seed"
+    ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     args = parser.parse_args()
     one_line_errors("exercise")
-    settle(1)
     lab = open_lab(args.folder.resolve(), args.profile, args.redo)
+    settle(lab.run.common["threads_alone"])
     settings = override(PROFILES[lab.run.profile]["exercise"], args)
     lab.first("10_sft", "20_reward")
     for name in args.names:

@@ -153,7 +153,11 @@ class Lab:
         self.stages(
             ["30_ppo", "--name", name, *iterations, *flags] for name, *flags in arms.values()
         )
-        return {label: by_iteration(self.judged(name)) for label, (name, *_) in arms.items()}
+        return {label: self.figures(name) for label, (name, *_) in arms.items()}
+
+    def figures(self, name: str) -> list[dict]:
+        """Means by iteration of a named PPO run's samples."""
+        return by_iteration(self.judged(name))
 
     # -- answers of a policy, kept in exercises/answers/ --------------------------------------------
 
