@@ -168,10 +168,10 @@ def score_scale(
 ) -> tuple[float, float]:
     """(center, scale): mean and standard deviation of the scores of a policy's own answers.
 
-    asked: (corpus row, prompt ids), one answer each, sampled with a generator of its own. Scores that are
-    shifted and divided by them have mean 0 and standard deviation 1 before PPO starts, so a KL coefficient
-    means the same for every judge. Source: Ziegler et al. 2019, section 2. Raises ValueError if the scores
-    do not differ.
+    asked: (corpus row, prompt ids), one answer each, sampled with a generator of its own. Scores that
+    are shifted and divided by them have mean 0 and standard deviation 1 before PPO starts, so a KL
+    coefficient means the same for every judge. Source: Ziegler et al. 2019, section 2. Raises
+    ValueError if the scores do not differ.
     """
     generator, scores = torch.Generator().manual_seed(seed), []
     for start in range(0, len(asked), 16):

@@ -13,6 +13,7 @@ from conftest import ROOT, run_stage
 from matplotlib.image import imread
 
 from kernel.data.files import read_json, read_jsonl, sha256_file
+from kernel.data.own_code import load_rubric
 from kernel.finished.verify import verify
 from kernel.lesson import exercises
 from kernel.lesson.lab import left_to_do
@@ -21,9 +22,11 @@ from kernel.lesson.result import ends
 from kernel.measure.tables import markdown
 from kernel.report.panels import picture
 from kernel.run.folder import RunFolder
+from kernel.run.profiles import PROFILES
 
 SMALLEST = ["--iterations", "1", "--seeds", "50", "--reward-epochs", "0.01", "--two-epochs", "0.01",
-            "--lesson-epochs", "2", "--perfect-iterations", "2"]
+            "--lesson-epochs", "2", "--perfect-iterations", "2", "--rounds-iterations", "1",
+            "--rounds-epochs", "0.02", "--label-prompts", "24"]
 
 
 def exercise(run, *names: str) -> subprocess.CompletedProcess:
@@ -33,7 +36,7 @@ def exercise(run, *names: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def lab(tiny, tmp_path_factory):
-    """A copy of the finished tiny run after all five exercises at their smallest."""
+    """A copy of the finished tiny run after every exercise at its smallest."""
     run = tmp_path_factory.mktemp("lab") / "run"
     subprocess.run(["cp", "-a", str(tiny), str(run)], check=True)
     done = exercise(run, *exercises.EXERCISES)
@@ -84,6 +87,51 @@ def test_perfect_judge_table_follows_from_the_scores_and_the_rubric(lab):
     answers = read_jsonl(lab[0] / "outputs/50_evaluate/answers.jsonl")
     sft = {r["context"]: r["verdict"]["success"] for r in reversed(answers) if r["policy"] == "sft"}
     assert row[5] == sum(sft.values()) and result["header"][5] == f"SFT greedy, of {len(sft)}"
+
+
+def test_rounds_table_follows_from_the_answers_and_the_labels(lab):
+    """Every wrong answer among those sampled is a rejected one, and no pair asks a held-out prompt."""
+    run, result = lab[0], found(lab, "rounds")
+    sft, first, second = result["rows"]
+    stage = read_jsonl(run / "outputs/50_evaluate/answers.jsonl")
+    greedy = {r["context"]: r["verdict"]["success"] for r in reversed(stage) if r["policy"] == "sft"}
+    assert sft[1] == sum(greedy.values())
+    assert second[1] / 200 - sft[1] / 200 == pytest.approx(second[2])
+    pairs = read_jsonl(run / "exercises/rounds/pairs-50-2.jsonl")
+    assert second[-1] == len(pairs) > 0 and first[-2:] == [0, 0]
+    labels = {row["id"]: row for row in read_jsonl(run / "data/train/labels.jsonl")}
+    asked = {row["prompt"]: row["id"] for row in read_jsonl(run / "data/train/prompts.jsonl")[:24]}
+    rubric = load_rubric(run / "data/rubric.py")
+    kept = [read_json(run / f"exercises/answers/{name}.json")["answers"]
+            for name in ("10_sft-sampled-749", "round-50-1-sampled-749")]
+    sampled = {(a["id"], a["text"]): a for answers in kept for a in answers}
+    assert [len(answers) for answers in kept] == [48, 24] and second[-2] <= len(sampled)
+    for pair in pairs:
+        name = asked[pair["prompt"]]  # a KeyError: not one of the labelled prompts
+        chosen = rubric(pair["prompt"], pair["chosen"], "eos", labels[name])
+        wrong = sampled[name, pair["rejected"]]
+        rejected = rubric(pair["prompt"], wrong["text"], wrong["finish_reason"], labels[name])
+        assert chosen["success"] and not rejected["success"]
+    record = read_json(run / "outputs/20_reward/judge-50-2/continuous/record.json")
+    parents = record["identity"]["parents"]
+    assert parents[str(run / "exercises/rounds/pairs-50-2.jsonl")]
+    assert not [name for name in parents if "heldout" in name]
+    ppo = read_json(run / "outputs/30_ppo/round-50-2/continuous/record.json")["identity"]["ppo"]
+    assert ppo["reward"] == "judge-50-2"
+    assert ppo | PROFILES["tiny"]["exercise"]["rounds_ppo"] == ppo
+
+
+def test_brakes_take_each_setting_alone_and_away(lab):
+    rows = found(lab, "brakes")["rows"]
+    own = PROFILES["tiny"]["exercise"]["rounds_ppo"]
+    assert [row[0] for row in rows] == [
+        "none", *(f"only {k} {v}" for k, v in own.items()), *(f"all but {k}" for k in own), "all"
+    ]
+    for key in own:
+        for name, there in ((f"only-{key}-{own[key]}", True), (f"all-but-{key}", False)):
+            place = f"outputs/30_ppo/brakes-{name.replace('_', '-')}-50/continuous/record.json"
+            ppo = read_json(lab[0] / place)["identity"]["ppo"]
+            assert (ppo[key] == own[key]) is there
 
 
 def test_length_table_follows_from_the_rollouts(lab):

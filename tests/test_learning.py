@@ -13,8 +13,7 @@ from conftest import run_stage
 
 from kernel.data.draws import tenths
 from kernel.data.files import read_json, read_jsonl
-from kernel.lesson.lab import open_lab
-from kernel.lesson.policies import SFT
+from kernel.lesson.lab import SFT, open_lab
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def test_the_samples_success_rises(paid_by_the_rubric):
 def test_greedy_answers_to_unseen_prompts_succeed_more_often(paid_by_the_rubric):
     lab = open_lab(paid_by_the_rubric, "tiny", redo=False)
     ppo = "checkpoints/30_ppo/perfect/continuous/adapter.safetensors"
-    before, after = lab.greedy(SFT), lab.greedy(ppo)
+    before, after = ([row["success"] for row in lab.greedy(path)] for path in (SFT, ppo))
     assert len(before) == len(after) == 200
     assert sum(after) > sum(before), (sum(before), sum(after))
 

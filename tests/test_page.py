@@ -235,6 +235,7 @@ def test_a_cut_off_one_token_rollout_shows_its_penalty(run):
     short = {k: v[:1] if isinstance(v, list) and k != "prompt_ids" else v for k, v in row.items()}
     short |= {k: [part[:1] for part in row[k]] for k in ("ratios", "clip_bites")}
     shown = page.token_credit({**short, "finish_reason": "length"}, ["first"], own, {})
+    assert row["scale"] == 1
     assert shown["lines"][0]["judge"] == row["score"] - row["center"] + own["cutoff_penalty"]
     assert len(shown["worked"]) == 1
 

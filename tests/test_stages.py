@@ -183,7 +183,7 @@ def test_rewards_advantages_and_returns_follow_from_the_stored_rollouts(tiny):
         rewards = [
             -c["kl_coef"] * (o - r) for o, r in zip(row["old_logprobs"], row["ref_logprobs"])
         ]
-        rewards[-1] += row["score"] - row["center"]
+        rewards[-1] += (row["score"] - row["center"]) / row["scale"]
         if row["finish_reason"] == "length":
             rewards[-1] += c["cutoff_penalty"]
         assert rewards == pytest.approx(row["rewards"], abs=1e-4)

@@ -55,7 +55,8 @@ class Corpus(NamedTuple):
 def pair_files(pairs: str) -> tuple[str, list[str]]:
     """`20_reward.py --pairs`: the name of a pairs file of the corpus, and own files beside it.
 
-    "pairs,second.jsonl" -> ("pairs", ["/where/second.jsonl"]). Raises ValueError without exactly one name.
+    "pairs,second.jsonl" -> ("pairs", ["/where/second.jsonl"]). Raises ValueError unless there is
+    exactly one name.
     """
     parts = [part.strip() for part in pairs.split(",")]
     own = [str(Path(part).resolve()) for part in parts if part.endswith(".jsonl")]

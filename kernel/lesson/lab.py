@@ -174,8 +174,8 @@ class Lab:
             "adapter": sha256_file(path), "prompts": sha256("\0".join(row["prompt"] for row in asked)),
             "seed": seed,
         }
-        stage, *place = Path(adapter).parts[1:-2]
-        name = "-".join([*place[:1], stage, "greedy" if seed is None else f"sampled-{seed}"])
+        who = Path(adapter).parts[-3]  # 10_sft, or the name of a PPO run
+        name = f"{who}-greedy" if seed is None else f"{who}-sampled-{seed}"
         kept = self.dir / "exercises" / "answers" / f"{name}.json"
         if kept.is_file() and (before := read_json(kept))["of"] == of:
             return before["answers"]
@@ -183,7 +183,9 @@ class Lab:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         size, found = PROFILES[self.run.profile]["generate"]["generate_batch"], []
         quiet = not sys.stderr.isatty()
-        bar = tqdm(total=len(asked), desc=f"answers {name}", leave=False, mininterval=30 if quiet else 0.5)
+        bar = tqdm(
+            total=len(asked), desc=f"answers {name}", leave=False, mininterval=30 if quiet else 0.5
+        )
         for start in range(0, len(asked), size):
             part = asked[start : start + size]
             batch, _, finished, _ = sample(

@@ -1,7 +1,8 @@
 """PPO in rounds: label what the policy found, train the next judge with it, and start again from SFT.
 
-    round n:  PPO from SFT against judge n  ->  sampled answers of SFT and of that policy to training prompts
-              ->  labelled by the corpus's rubric, the simulated annotator  ->  pairs  ->  judge n + 1
+    round n:  PPO from SFT against judge n  ->  answers of SFT and of that policy to training prompts,
+              sampled  ->  labelled by the corpus's rubric, the simulated annotator  ->  pairs
+              ->  judge n + 1
 
 Only training prompts are labelled; held-out prompts are answered greedily, to measure and for nothing
 else. Judge 1 is the run's own.
@@ -100,7 +101,9 @@ def play(lab: Lab, played: list[Played], seeds: list[int], settings: dict, flags
     )
 
 
-def next_judges(lab: Lab, rounds: list[list[Played]], seeds: list[int], settings: dict) -> list[Played]:
+def next_judges(
+    lab: Lab, rounds: list[list[Played]], seeds: list[int], settings: dict
+) -> list[Played]:
     """Label what the last round's policies say, and train a judge per seed on all pairs so far."""
     folder, number = lab.dir / "exercises" / "rounds", len(rounds) + 1
     commands, found = [], []
@@ -176,12 +179,13 @@ def rounds(lab: Lab, settings: dict) -> Result:
             )
     told = ", ".join(f"round {n} {over_seeds(own)}" for n, own in enumerate(counts, start=1))
     return Result(
-        ["policy", f"greedy, right of {len(sft)}", "against SFT", "95 % interval", "samples right, last",
-         "KL, last", *(f"judge {n}'s score" for n in range(1, len(played) + 1)), "labels", "pairs added"],
+        ["policy", f"greedy, right of {len(sft)}", "against SFT", "95 % interval",
+         "samples right, last", "KL, last",
+         *(f"judge {n}'s score" for n in range(1, len(played) + 1)), "labels", "pairs added"],
         rows,
         [curve(arms, "rubric", "success of the samples"), curve(arms, "kl", "exact KL per token")],
-        "The first judge never saw what PPO finds, and pays for it. Labelled and added to its pairs, that "
-        "is what the next judge marks down, and PPO from SFT has to be right to be paid.",
+        "The first judge never saw what PPO finds, and pays for it. Labelled and added to its pairs, "
+        "that is what the next judge marks down, and PPO from SFT has to be right to be paid.",
         f"greedy answers right: SFT {sum_right(sft)}, {told} of {len(sft)}; in the last round above SFT "
         f"with the whole interval in {sum(low > 0 for low in lows[-1])} of {len(seeds)} seeds",
     )
