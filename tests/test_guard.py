@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kernel.data.corpus import pair_files
 from kernel.reward import reward_files
 from kernel.run.profiles import PROFILES
 
@@ -46,7 +47,7 @@ def declared(stage: str) -> tuple[list[str], list[str]]:
 
     Where the inputs depend on the settings, `reads(settings)` stands in the place of a list.
     """
-    known = {"reward_files": reward_files}
+    known = {"reward_files": reward_files, "pair_files": pair_files}
 
     def value(node):
         if isinstance(node, ast.Name):

@@ -189,15 +189,16 @@ def other_table(run):
     update_record(run, "outputs/50_evaluate/table.md")
 
 
-def better_judge_in_the_table(run):
+def other_judge_in_the_table(run):
     path = run / "outputs/50_evaluate/table.md"
-    path.write_text(re.sub(r"\d+ of 180 right", "180 of 180 right", path.read_text()))
+    one_less = lambda found: f"{int(found[1]) - 1} of 180 right"  # noqa: E731
+    path.write_text(re.sub(r"(\d+) of 180 right", one_less, path.read_text()))
     update_record(run, "outputs/50_evaluate/table.md")
 
 
 def left_out_pair(run):
     def edit(rows):
-        rows.remove(next(row for row in rows if row["chosen_score"] < row["rejected_score"]))
+        rows.pop(3)
 
     forge_rows(run, "outputs/60_probe/pairs.jsonl", edit)
 
@@ -209,11 +210,14 @@ def other_effect(run):
     forge_json(run, "outputs/60_probe/figures.json", edit)
 
 
-def better_judge(run):
+def turn_round(row):
+    """The judge's order of a pair becomes the other one, whichever it was."""
+    row["chosen_score"], row["rejected_score"] = row["rejected_score"], row["chosen_score"]
+
+
+def other_judge(run):
     def edit(rows):
-        wrong = [row for row in rows if row["chosen_score"] < row["rejected_score"]]
-        row = next(row for row in wrong if row["split"] != "heldout")
-        row["chosen_score"] += 20
+        turn_round(next(row for row in rows if row["split"] != "heldout"))
 
     forge_rows(run, "outputs/60_probe/pairs.jsonl", edit)
 
@@ -225,10 +229,9 @@ def other_heldout_score(run):
     forge_rows(run, "outputs/60_probe/pairs.jsonl", edit)
 
 
-def one_more_right(run):
+def another_order(run):
     def edit(rows):
-        row = next(row for row in rows if row["chosen_score"] < row["rejected_score"])
-        row["chosen_score"] += 20
+        turn_round(rows[0])
 
     forge_rows(run, "outputs/50_evaluate/pairs.jsonl", edit)
 
@@ -268,12 +271,12 @@ FORGERIES = [
     (kinder_verdict, "verdict"),
     (better_score, "results.json"),
     (other_interval, "results.json"),
-    (one_more_right, "results.json"),
+    (another_order, "results.json"),
     (other_table, "table.md"),
-    (better_judge_in_the_table, "table.md"),
+    (other_judge_in_the_table, "table.md"),
     (left_out_pair, "60_probe pairs.jsonl ids"),
     (other_effect, "figures.json factorial.inversions[0].count"),
-    (better_judge, "figures.json card."),
+    (other_judge, "figures.json card."),
     (other_heldout_score, "chosen_score"),
     (kinder_sample, "best_of_n.jsonl"),
     (other_proof, "proof.json"),
