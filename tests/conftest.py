@@ -9,12 +9,16 @@ the tenth. Llama has an untied head and no biases; Qwen2 has a tied head and bia
 has a tied head, norms of each query and key head, and heads of their own size.
 """
 
+import atexit
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +37,8 @@ from transformers import (
 from kernel.roles import Role, make_role
 
 torch.set_num_threads(1)  # two workers share two cores
+# nohup leaves it ignored, and what we start inherits that
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,9 +59,38 @@ SHAPE = {
 }
 
 
-def run_stage(name: str, *flags, check: bool = True, **kwargs) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, **kwargs)
+@cache
+def warm() -> subprocess.Popen:
+    """This worker's process that has the libraries loaded, see `warm.py`."""
+    server = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests/warm.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def run_stage(
+    name: str, *flags, check: bool = True, input: str = ""
+) -> subprocess.CompletedProcess:
+    """A stage as a program, to its end; `input` is what it finds on its standard input."""
+    argv = [str(ROOT / f"{name}.py"), *map(str, flags)]
+    with tempfile.TemporaryDirectory() as folder:
+        streams = {name: Path(folder, name) for name in ("stdin", "stdout", "stderr")}
+        for path in streams.values():
+            path.write_text(input if path.name == "stdin" else "")
+        asked = {"argv": argv, "cwd": os.getcwd(), "env": dict(os.environ)}
+        server = warm()
+        print(
+            json.dumps(asked | {k: str(v) for k, v in streams.items()}),
+            file=server.stdin,
+            flush=True,
+        )
+        status = int(server.stdout.readline())
+        said = [streams[name].read_text() for name in ("stdout", "stderr")]
+    done = subprocess.CompletedProcess(argv, status, *said)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -6,12 +6,11 @@ nothing in so few updates; the full result is in the README. A minute or two.
 """
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, run_stage
 from transformers import AutoModelForCausalLM
 
 from kernel.data.chat import Chat
@@ -20,15 +19,11 @@ from kernel.roles import make_role
 from kernel.rollout import sample
 from kernel.score import make_batch, response_scores
 
-ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow
 
 
 def stage(name: str, run: Path, *flags: str) -> str:
-    command = [sys.executable, str(ROOT / f"{name}.py"), "--run-dir", str(run), *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    return run_stage(name, "--run-dir", run, *flags).stdout
 
 
 @pytest.fixture(scope="module")

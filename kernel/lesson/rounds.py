@@ -198,15 +198,19 @@ def sum_right(answers: list[dict]) -> int:
 # ---- what each brake buys -------------------------------------------------------------------------
 
 
+def one_by_one(settings: dict) -> dict[str, dict]:
+    """{label: settings}: none of them, each alone, and all but each."""
+    return {
+        "none": {},
+        **{f"only {key} {value}": {key: value} for key, value in settings.items()},
+        **{f"all but {key}": {k: v for k, v in settings.items() if k != key} for key in settings},
+    }
+
+
 def brakes(lab: Lab, settings: dict) -> Result:
     """Every setting of `rounds_ppo` alone, and all but it, against the second judge."""
-    seeds, own = settings["seeds"][:2], settings["rounds_ppo"]
+    seeds, choices = settings["seeds"][:2], one_by_one(settings["rounds_ppo"])
     second = played_rounds(lab, settings | {"seeds": seeds, "rounds": 2})[1]
-    choices = {"none": {}}
-    choices |= {f"only {key} {value}": {key: value} for key, value in own.items()}
-    choices |= {
-        f"all but {key}": {k: v for k, v in own.items() if k != key} for key in own
-    }
     commands = {
         (label, seed): [
             f"brakes-{label.replace(' ', '-').replace('_', '-')}-{seed}", "--reward", judge.judge,
